@@ -1,6 +1,6 @@
 """Where everything of a job lies in the object store: the names of keys, and nothing else.
 
-    jobs/<job>/input…  job.json                     as accepted
+    jobs/<job>/input.jsonl…  job.json               as accepted
               /plan.json  shards/<fence>/<n>.jsonl  what to run; the shards of a planner that lost are orphans
               /stop.json                            somebody cancelled, or time ran out
               /_work/<shard>/<fence>~<seq>~…        sealed segments, gone after finalize
@@ -21,7 +21,7 @@ NO_SHARD = -1
 """The shard number of the part that holds the rows which the plan itself refused."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,16}){0,3}")
+_SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,16})?")
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -40,9 +40,9 @@ def job(job: str) -> str:
     return f"{root(job)}job.json"
 
 
-def input(job: str, suffix: str = ".jsonl") -> str:
-    """The accepted input; its suffix (`.jsonl`, `.jsonl.gz`, …) tells how to read it."""
-    return f"{root(job)}input{_checked(_SUFFIX, 'suffix', suffix)}"
+def input(job: str, suffix: str = "") -> str:
+    """The accepted input; its suffix (none, `.gz` or `.zst`) tells how it is compressed."""
+    return f"{root(job)}input.jsonl{_checked(_SUFFIX, 'suffix', suffix)}"
 
 
 def plan(job: str) -> str:
