@@ -42,16 +42,20 @@ class StepResult:
     finite: False where the row's hidden state or logits hold NaN or Inf: that row alone ends with
         `numeric_error`.
     logprobs: for rows that asked, else None.
+    prepare_seconds, sample_seconds: of the time in `execute`, how much went into building inputs and into
+        choosing tokens; the rest counts as the forward pass.
     """
 
     token_ids: tuple[int | None, ...]
     finite: tuple[bool, ...]
     logprobs: tuple[TokenLogprob | None, ...]
+    prepare_seconds: float = 0.0
+    sample_seconds: float = 0.0
 
 
 class Runner(Protocol):
     """Runs batches. The only thing that holds weights and KV memory."""
 
     def execute(self, batch: Batch) -> StepResult:
-        """Compute keys and values of every scheduled token and sample where a sequence's tokens are all in."""
+        """Compute keys and values of every scheduled token; sample where all of a row's tokens are in."""
         ...

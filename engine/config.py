@@ -1,0 +1,104 @@
+"""What an engine is told when it is built, and what it says about itself afterwards.
+
+Knows numbers and names only. It may not load anything, nor look at the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pagemill.engine.errors import EngineError
+
+# Cached memory is taken and hashed by this many tokens on every device: a larger unit would share less of
+# a prompt (64 would lose 48 of 1,008 common tokens), a smaller one would cost more table entries.
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How to build an engine. None means "decide by device and model".
+
+    model: a directory with safetensors and tokenizer files, or a GGUF file.
+    dtype: auto, float32, bfloat16 or float16; auto is bfloat16 where the hardware computes in it.
+    device: auto, cpu, or cuda with or without an index.
+    kv_cache_gb: key-value memory in GiB on CPU. `num_blocks` (of 16 tokens) overrides it on any device.
+    max_num_tokens: token budget of a step, prefill chunks and decodes together.
+    max_num_seqs: most rows running at once.
+    prefix_cache: share the memory of common prefixes between rows.
+    context: most tokens of prompt and answer together; never above the model's own.
+    threads: CPU threads for arithmetic.
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    kv_cache_gb: float = 1.0
+    num_blocks: int | None = None
+    max_num_tokens: int | None = None
+    max_num_seqs: int | None = None
+    prefix_cache: bool = True
+    context: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "max_num_tokens", "max_num_seqs", "context", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EngineError(f"{name} must be at least 1, not {value}.")
+        if not self.kv_cache_gb > 0:
+            raise EngineError(f"kv_cache_gb must be above 0, not {self.kv_cache_gb}.")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise EngineError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of one scheduler, all of them resolved.
+
+    num_blocks: blocks of key-value memory. max_tokens_per_row: most tokens one row may reach, prompt and
+    answer; the smaller of the context and of what the whole memory holds.
+    """
+
+    num_blocks: int
+    context: int
+    max_num_tokens: int = 512
+    max_num_seqs: int = 64
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "context", "max_num_tokens", "max_num_seqs"):
+            if getattr(self, name) < 1:
+                raise EngineError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * BLOCK_SIZE
+
+    @property
+    def max_tokens_per_row(self) -> int:
+        """The last token of a row needs no memory of its own, as nothing is computed after it."""
+        return min(self.context, self.kv_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded engine says about itself.
+
+    fingerprint: digest of what decides the tokens (weights, config, tokenizer, dtype).
+    context: most tokens of a row, prompt and answer. kv_tokens: tokens of key-value memory in all.
+    generation_defaults: the model's generation_config (temperature, top_p, top_k, ...), for whoever
+        resolves a request's parameters; the engine itself reads nothing from it.
+    """
+
+    name: str
+    fingerprint: str
+    architecture: str
+    dtype: str
+    device: str
+    context: int
+    vocab_size: int
+    num_blocks: int
+    kv_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    generation_defaults: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,107 @@
+"""Why a request is not begun, and when a row ends.
+
+Two pure questions about one row: neither may look at another row, nor change anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pagemill.engine.config import ModelInfo, SchedulerConfig
+from pagemill.engine.request import FinishReason, Request, SamplingParams
+from pagemill.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    code: str
+    message: str
+
+
+def refusal(request: Request, model: ModelInfo, limits: SchedulerConfig) -> Refusal | None:
+    """Why this request can never run here, or None. Its row ends with that error; the others go on."""
+    length = len(request.prompt_token_ids)
+    if length == 0:
+        return Refusal("invalid_request", "The prompt is empty: it has no tokens to continue.")
+    if not all(0 <= token < model.vocab_size for token in request.prompt_token_ids):
+        return Refusal(
+            "invalid_request",
+            f"A prompt token id lies outside the vocabulary, 0 to {model.vocab_size - 1}.",
+        )
+    if length + 1 > limits.context:
+        return Refusal(
+            "prompt_too_long",
+            f"The prompt has {length} tokens; with a context of {limits.context} it may have at most "
+            f"{limits.context - 1}, so that one token of answer fits.",
+        )
+    if length > limits.kv_tokens:
+        return Refusal(
+            "prompt_too_long",
+            f"The prompt has {length} tokens; the whole key-value memory holds {limits.kv_tokens}.",
+        )
+    problem = _parameter_problem(request.sampling, model.vocab_size)
+    return Refusal("invalid_request", problem) if problem else None
+
+
+def _parameter_problem(params: SamplingParams, vocab_size: int) -> str | None:
+    """The first sampling parameter that is out of its range, in words."""
+    at_least = {"max_tokens": 1, "min_tokens": 0, "top_k": 0, "sample": 0}
+    for name, least in at_least.items():
+        if getattr(params, name) < least:
+            return f"{name} must be at least {least}, not {getattr(params, name)}."
+    for name in ("top_p", "min_p"):
+        if not 0 <= getattr(params, name) <= 1:
+            return f"{name} must lie between 0 and 1, not {getattr(params, name)}."
+    if not 0 <= params.temperature < math.inf:
+        return f"temperature must be 0 or more, not {params.temperature}."
+    if not 0 < params.repetition_penalty < math.inf:
+        return f"repetition_penalty must be above 0, not {params.repetition_penalty}."
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(getattr(params, name)):
+            return f"{name} must be a finite number, not {getattr(params, name)}."
+    if params.logprobs is not None and params.logprobs < 0:
+        return f"logprobs must be 0 or more, not {params.logprobs}."
+    if any(not stop for stop in params.stop):
+        return "A stop string is empty."
+    for token, bias in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            return f"logit_bias names token {token}, outside the vocabulary, 0 to {vocab_size - 1}."
+        if not math.isfinite(bias):
+            return f"logit_bias for token {token} must be a finite number, not {bias}."
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+def ending(
+    seq: Sequence, eos_token_ids: frozenset[int], most_tokens: int, stop_match: str | None = None
+) -> Ending | None:
+    """Whether the token just appended ends the row. Stops are honoured from `min_tokens` on.
+
+    most_tokens: tokens a row may reach, prompt and answer. stop_match: the stop string found in its text.
+    """
+    params = seq.request.sampling
+    produced = seq.num_output_tokens
+    if produced >= params.min_tokens:
+        token = seq.token_ids[-1]
+        if token in params.stop_token_ids:
+            return Ending("stop", token)
+        if token in eos_token_ids and not params.ignore_eos:
+            return Ending("stop")
+        if stop_match is not None:
+            return Ending("stop", stop_match)
+    if produced >= params.max_tokens or len(seq.token_ids) >= most_tokens:
+        return Ending("length")
+    return None
+
+
+def text_token_ids(seq: Sequence) -> list[int]:
+    """The output ids that make the text: all, but for the token that ended it."""
+    ids = seq.output_token_ids
+    ended_by_token = seq.finish_reason == "stop" and not isinstance(seq.stop_reason, str)
+    return ids[:-1] if ended_by_token else ids

@@ -1,0 +1,102 @@
+"""What the engine has done and what it is doing, as numbers.
+
+Counting only: it may not decide anything, and nothing here is read back by the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pagemill.engine.batch import Batch, StepResult
+from pagemill.engine.sequence import Sequence
+
+# Rates are over this many seconds, so that they follow the work and do not flicker with single steps.
+RATE_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """A snapshot; counters are since the engine was built, seconds are summed over its steps.
+
+    waiting: rows not running, whether new, preempted, or parked behind a row that computes their prefix.
+    cached_tokens / prompt_tokens: of the prompts admitted so far, how much the prefix cache gave.
+    prefilled_tokens: prompt and recomputed tokens that went through the model.
+    batch_fill: mean share of the token budget in use.
+    """
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_total: int
+    prompt_tokens: int
+    cached_tokens: int
+    prefilled_tokens: int
+    generated_tokens: int
+    finished: int
+    preemptions: int
+    steps: int
+    batch_fill: float
+    tokens_per_second: float
+    schedule_seconds: float
+    prepare_seconds: float
+    forward_seconds: float
+    sample_seconds: float
+    finish_seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def _decodes(seq: Sequence, scheduled: int) -> bool:
+    """Whether a row computes just the token it sampled last; everything else is prefill or recompute."""
+    return scheduled == 1 and seq.num_computed_tokens + 1 == len(seq.token_ids) > seq.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class Meter:
+    """Adds up steps. `rate` holds (time, tokens generated) of the last seconds.
+
+    `step` is called between running a batch and booking its result.
+    """
+
+    token_budget: int
+    steps: int = 0
+    prefilled: int = 0
+    generated: int = 0
+    finished: int = 0
+    scheduled: int = 0
+    schedule_s: float = 0.0
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    finish_s: float = 0.0
+    rate: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def step(self, batch: Batch, result: StepResult, schedule_s: float, execute_s: float, now: float) -> None:
+        produced = sum(token is not None for token in result.token_ids)
+        self.steps += 1
+        self.generated += produced
+        self.scheduled += batch.num_tokens
+        self.prefilled += batch.num_tokens - sum(map(_decodes, batch.sequences, batch.num_scheduled))
+        self.schedule_s += schedule_s
+        self.prepare_s += result.prepare_seconds
+        self.sample_s += result.sample_seconds
+        self.forward_s += max(0.0, execute_s - result.prepare_seconds - result.sample_seconds)
+        self.rate.append((now, produced))
+        while self.rate[0][0] < now - RATE_WINDOW_S:
+            self.rate.popleft()
+
+    def tokens_per_second(self, now: float) -> float:
+        """Tokens generated a second over the last ten; 0 when nothing ran in them."""
+        recent = [(at, n) for at, n in self.rate if at >= now - RATE_WINDOW_S]
+        if not recent:
+            return 0.0
+        # The first entry marks the start of the span: its own tokens were made before it.
+        span = now - recent[0][0]
+        return sum(n for _, n in recent[1:]) / span if span > 0 else 0.0
+
+    @property
+    def batch_fill(self) -> float:
+        return self.scheduled / (self.steps * self.token_budget) if self.steps else 0.0
