@@ -86,7 +86,7 @@ def _expanded(stream: ByteStream, suffix: str, limit: int) -> Iterator[bytes]:
         return iter(lambda: stream.read(CHUNK), b"")
     readers: dict[str, Callable[[ByteStream], Iterator[bytes]]] = {".gz": _gunzip, ".zst": _unzstd}
     if suffix not in readers:
-        raise PlanRefused("invalid_encoding", f"no reader for {suffix!r}: use .gz, .zst or neither")
+        raise PlanRefused("invalid_encoding", f"no reader for {suffix!r}: use .gz, .zst or neither.")
     return _capped(readers[suffix](stream), limit)
 
 
@@ -97,7 +97,7 @@ def _capped(chunks: Iterator[bytes], limit: int) -> Iterator[bytes]:
         if total > limit:
             raise PlanRefused(
                 "invalid_encoding",
-                f"the compressed file expands to more than {limit:,} bytes: send it uncompressed",
+                f"the compressed file expands to more than {limit:,} bytes: send it uncompressed.",
             )
         yield chunk
 
@@ -141,7 +141,9 @@ def _reason(error: Exception) -> str:
 
 
 def _damaged(kind: str, reason: str) -> PlanRefused:
-    return PlanRefused("invalid_encoding", f"the file is not sound {kind} data ({reason}): compress it again")
+    return PlanRefused(
+        "invalid_encoding", f"the file is not sound {kind} data ({reason}): compress it again."
+    )
 
 
 # --- the whole file ------------------------------------------------------------------------------
@@ -163,15 +165,15 @@ def _checked_start(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _foreign(head: bytes) -> str | None:
     if head[:2] in (b"\xff\xfe", b"\xfe\xff") or head[:4] == b"\x00\x00\xfe\xff":
-        return "the file is UTF-16 or UTF-32 (its byte order mark says so): save it as UTF-8"
+        return "the file is UTF-16 or UTF-32 (its byte order mark says so): save it as UTF-8."
     # Without a mark, two ASCII characters give it away (RFC 4627, section 3).
     zeros = tuple(byte == 0 for byte in head[:4])
     if len(zeros) == 4 and zeros in _WIDE:
-        return "the file looks like UTF-16 or UTF-32 (every other byte is zero): save it as UTF-8"
+        return "the file looks like UTF-16 or UTF-32 (every other byte is zero): save it as UTF-8."
     if head[:2] == b"\x1f\x8b":
-        return "the file is gzip data: give it a name that ends in .gz"
+        return "the file is gzip data: give it a name that ends in .gz."
     if head[:4] == b"\x28\xb5\x2f\xfd":
-        return "the file is zstd data: give it a name that ends in .zst"
+        return "the file is zstd data: give it a name that ends in .zst."
     return None
 
 

@@ -95,7 +95,7 @@ class JobSpec(BaseModel):
     special_tokens_in_content: Literal["text", "parse", "error"] = "text"
     model_policy: Literal["override", "match"] = "override"
     max_rows: Annotated[int, Field(ge=1)] | None = None
-    max_line_bytes: Annotated[int, Field(ge=1)] = DEFAULT_MAX_LINE_BYTES
+    max_line_bytes: Annotated[int, Field(ge=1, le=1 << 30)] = DEFAULT_MAX_LINE_BYTES
     max_expanded_bytes: Annotated[int, Field(ge=1)] | None = None
     strict: bool = False
     shard_tokens: Annotated[int, Field(ge=1)] = 60_000
@@ -137,12 +137,12 @@ def _explain(data: bytes | str, error: ValidationError) -> PagemillError:
     try:
         version = json.loads(data).get("protocol")
     except (ValueError, AttributeError):
-        return PagemillError("job.json is not a JSON object: the job was not written by pagemill")
+        return PagemillError("job.json is not a JSON object: the job was not written by pagemill.")
     if version != PROTOCOL:
-        return ProtocolMismatch(f"job.json speaks protocol {version}, this pagemill {PROTOCOL}: upgrade one")
+        return ProtocolMismatch(f"job.json speaks protocol {version}, this pagemill {PROTOCOL}: upgrade one.")
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
-    return PagemillError(f"job.json does not hold a job: {place}: {first['msg']}")
+    return PagemillError(f"job.json does not hold a job: {place}: {first['msg']}.")
 
 
 def check_defaults(raw: object) -> dict[str, Any]:
@@ -150,11 +150,11 @@ def check_defaults(raw: object) -> dict[str, Any]:
     if raw is None:
         return {}
     if not isinstance(raw, dict):
-        raise UsageError("the job's defaults must be an object of sampling parameters")
+        raise UsageError("the job's defaults must be an object of sampling parameters.")
     try:
         return read_parameters(raw)
     except Refusal as refusal:
-        raise UsageError(f"the job's defaults: {refusal.message}") from None
+        raise UsageError(f"the job's defaults: {refusal.message}.") from None
 
 
 def new_job_id() -> str:
@@ -169,7 +169,7 @@ def check_job_id(text: str) -> str:
     if not isinstance(text, str) or not _JOB_ID.fullmatch(text) or ".." in text:
         raise UsageError(
             f"{str(text)[:140]!r} is not a job id: use 1 to 128 of A-Z a-z 0-9 . _ - "
-            "(no '..', and neither . nor - first)"
+            "(no '..', and neither . nor - first)."
         )
     return text
 
