@@ -73,11 +73,19 @@ class PartialText:
         self._released = max(self._released, end)
         return piece
 
-    def settle(self, text: str) -> None:
-        """Take the row's final text, of which some may have been uncertain until now."""
-        if self.match is None:
-            self.text = text
+    def settle(self, text: str, num_tokens: int) -> str:
+        """Take the row's final text, of which some may have been uncertain until now, and cut it before the
+        stop string that ended it."""
+        self.text = text
+        if self.match is None and num_tokens >= self._min_tokens:
             self._search()
+        if self.match is None:
+            return text
+        index, stop = self.match
+        if not text.startswith(stop, index):
+            # A decoder that changes text it has given out before: what counts is the whole.
+            index = text.find(stop)
+        return text[:index] if index >= 0 else text
 
     def rest(self, text: str) -> str:
         """What is left to show of the row's final text, already cut."""
@@ -106,17 +114,6 @@ class PartialText:
         ]
         if found and self.match is None:
             self.match = min(found, key=lambda pair: pair[0])
-
-
-def final_text(decoder: Decoder, output_ids: Sequence[int], partial: PartialText | None = None) -> str:
-    """The row's text: the decode of all its ids, cut before the stop string that ended it."""
-    text = decoder.decode(output_ids)
-    if partial is None or partial.match is None:
-        return text
-    index, stop = partial.match
-    if not text.startswith(stop, index):
-        index = text.find(stop)
-    return text[:index] if index >= 0 else text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pagemill.engine.batch import Batch, Runner, StepResult
 from pagemill.engine.config import ModelInfo, SchedulerConfig
-from pagemill.engine.detokenize import PartialText, final_text
+from pagemill.engine.detokenize import PartialText
 from pagemill.engine.finish import ending, refusal, text_token_ids
 from pagemill.engine.metrics import EngineMetrics, Meter
 from pagemill.engine.request import Completion, Delta, Request, Timings, Usage
@@ -191,8 +191,8 @@ class Engine:
         if partial is not None:
             try:
                 partial.advance(seq.output_token_ids)
-            except Exception as error:  # a tokenizer's fault with one row's ids is that row's alone
-                self._end_with_error(seq, "engine_error", f"The output cannot be decoded: {error}")
+            except Exception as error:
+                self._end_with_error(seq, *_undecodable(error))
                 return
             match = partial.match[1] if partial.match is not None else None
         end = ending(seq, self.model_info.eos_token_ids, self.limits.max_tokens_per_row, match)
@@ -229,11 +229,11 @@ class Engine:
     def _completion(self, seq: Sequence, partial: PartialText | None) -> Completion:
         request = seq.request
         try:
-            text = final_text(self.tokenizer, text_token_ids(seq), partial)
-        except Exception as error:  # a tokenizer's fault with one row's ids is that row's alone
+            text = self._text(seq, partial)
+        except Exception as error:
             text = ""
             seq.finish_reason = "error"
-            seq.error_code, seq.error_message = "engine_error", f"The output cannot be decoded: {error}"
+            seq.error_code, seq.error_message = _undecodable(error)
         return Completion(
             request_id=request.request_id,
             text=text,
@@ -247,6 +247,15 @@ class Engine:
             stop_reason=seq.stop_reason,
         )
 
+    def _text(self, seq: Sequence, partial: PartialText | None) -> str:
+        text = self.tokenizer.decode(text_token_ids(seq))
+        if partial is None or seq.finish_reason not in ("stop", "length"):
+            return text
+        cut = partial.settle(text, seq.num_output_tokens)
+        if partial.match is not None:
+            seq.finish_reason, seq.stop_reason = "stop", partial.match[1]
+        return cut
+
     def _partial_text(self, request: Request) -> PartialText:
         return PartialText(
             self.tokenizer,
@@ -254,3 +263,8 @@ class Engine:
             min_tokens=request.sampling.min_tokens,
             byte_token_ids=self.tokenizer.byte_token_ids,
         )
+
+
+def _undecodable(error: Exception) -> tuple[str, str]:
+    """A tokenizer's fault with one row's ids is that row's alone."""
+    return "engine_error", f"The output cannot be decoded: {error}"
