@@ -8,21 +8,24 @@ put-if-absent. This room may not know what the objects mean.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 from urllib.parse import unquote, urlsplit
 
-from pagemill.jobs.errors import ObjectNotFound, PreconditionFailed, StorageError
+from pagemill.jobs.errors import DiskFull, ObjectNotFound, PreconditionFailed, StorageError
 
 Checksums = Literal["when_required", "when_supported"]
 CHUNK_BYTES = 1 << 20
 """How much is read or written at once when an object passes through."""
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,20 @@ def _local(path: str) -> Storage:
     if not path or "\0" in path:
         raise StorageError("The storage folder has no usable name.")
     return LocalStorage(Path(path))
+
+
+@contextmanager
+def scratch_faults(action: str) -> Iterator[None]:
+    """Errors of local files (temporary ones, inputs) as StorageErrors in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise DiskFull(
+                f"Could not {action}: the disk for temporary files ({tempfile.gettempdir()}) is full; free"
+                " some space, or set TMPDIR to a larger one."
+            ) from error
+        raise StorageError(f"Could not {action}: {error.strerror or type(error).__name__}.") from error
 
 
 def encode_json(doc: Mapping[str, Any]) -> bytes:

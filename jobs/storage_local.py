@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagemill.jobs.errors import DiskFull, ObjectNotFound, PreconditionFailed, StorageError
-from pagemill.jobs.storage import ObjectInfo, Storage, check_key, check_prefix
+from pagemill.jobs.storage import CHUNK_BYTES, DISK_FULL, ObjectInfo, Storage, check_key, check_prefix
 
 TEMPORARY = ".pagemill-tmp"
 LEFTOVER_AGE_S = 24 * 3600.0
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -64,7 +63,7 @@ class LocalStorage(Storage):
     def put_file(self, key: str, path: Path, *, if_absent: bool = False) -> ObjectInfo:
         def copy(out: BinaryIO) -> None:
             with path.open("rb") as source:
-                shutil.copyfileobj(source, out, 1 << 20)
+                shutil.copyfileobj(source, out, CHUNK_BYTES)
 
         return self._publish(key, copy, if_absent)
 
@@ -204,7 +203,7 @@ class LocalStorage(Storage):
 
     def _fault(self, error: OSError, action: str) -> StorageError:
         where = f"Could not {action} in {self._root}"
-        if error.errno in _FULL:
+        if error.errno in DISK_FULL:
             return DiskFull(
                 f"{where}: the disk is full; free some space, and the job goes on from what it has."
             )
