@@ -14,19 +14,16 @@ local TERMINAL = { completed = true, failed = true, expired = true, cancelled = 
 local DRAINING = { cancelling = true, expiring = true, failing = true }
 local DRAIN_TO = { cancelled = 'cancelling', expired = 'expiring', failed = 'failing' }
 
--- The only moves there are. Draining goes nowhere but to finalizing, finalizing nowhere but to an end, and an end
--- nowhere. A manifest ends a job from anywhere: it is the decision, and this state may be an older one restored.
-local ENDS = { completed = true, failed = true, expired = true, cancelled = true }
-local function moves(to) for state in pairs(ENDS) do to[state] = true end return to end
+-- The only moves there are. Draining goes nowhere but to finalizing, and an end nowhere. Any state but an end moves
+-- to an end: the manifest that says so is the decision, and this state may be an older one that was restored.
 local MOVES = {
-  validating = moves({ in_progress = true, finalizing = true, cancelling = true, expiring = true, failing = true }),
-  in_progress = moves({ finalizing = true, cancelling = true, expiring = true, failing = true }),
-  cancelling = moves({ finalizing = true }),
-  expiring = moves({ finalizing = true }),
-  failing = moves({ finalizing = true }),
-  finalizing = moves({}),
-  completed = {}, failed = {}, expired = {}, cancelled = {},
+  validating = ' in_progress finalizing cancelling expiring failing ',
+  in_progress = ' finalizing cancelling expiring failing ',
+  cancelling = ' finalizing ', expiring = ' finalizing ', failing = ' finalizing ', finalizing = '',
 }
+local function allowed(from, to)
+  return MOVES[from] and (TERMINAL[to] or string.find(MOVES[from], ' ' .. to .. ' ', 1, true)) and true or false
+end
 
 local function root_of(job) return PREFIX .. ':{' .. job .. '}' end
 local function model_key(model, name) return PREFIX .. ':model:' .. model .. ':' .. name end
@@ -54,7 +51,7 @@ local function touch(root, now, ...) redis.call('HSET', root, 'updated_at', seco
 local function move(root, to, now)
   local from = get(root, 'state')
   if from == to then return true end
-  if not (MOVES[from] and MOVES[from][to]) then return false end
+  if not allowed(from, to) then return false end
   touch(root, now, 'state', to)
   event(root, 'state', 'state', to)
   return true

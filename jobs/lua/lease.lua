@@ -7,14 +7,17 @@ local fingerprint, context, kinds, only, starved = ARGV[6], tonumber(ARGV[7]), A
 local now = clock()
 local nonce_key = PREFIX .. ':nonce:' .. nonce
 
-local function reply(job, task, holder)
+local function about(job)
+  local v = redis.call('HMGET', root_of(job) .. ':meta', 'model', 'fingerprint', 'context', 'stop', 'epoch', 'blocked_by')
+  return { model = v[1], fingerprint = v[2], context = v[3], stop = v[4], epoch = v[5], blocked_by = v[6] }
+end
+
+local function reply(job, task, fence, m)
   local root = root_of(job)
-  local state = redis.call('HGET', root, 'state')
-  local m = redis.call('HMGET', root .. ':meta', 'epoch', 'stop', 'fingerprint')
   local strikes = redis.call('HGET', root .. ':strikes', task) or '0'
   local attempt = redis.call('HGET', root .. ':attempts', task)
   local more = redis.call('ZCARD', model_key(model, 'ready')) > 0 and '1' or '0'
-  return { 'lease', job, task, holder.fence, m[1], state, m[2], strikes, attempt, more, m[3] }
+  return { 'lease', job, task, fence, m.epoch, get(root, 'state'), m.stop, strikes, attempt, more, m.fingerprint }
 end
 
 -- A lease is alive again from now on, wherever its task was.
@@ -29,10 +32,9 @@ local function again()
   local seen = redis.call('GET', nonce_key)
   if not seen then return nil end
   local was = cjson.decode(seen)
-  local holder = held(root_of(was.job), was.task, was.fence)
-  if not holder then return { 'none' } end
+  if not held(root_of(was.job), was.task, was.fence) then return { 'none' } end
   extend(was.job, was.task)
-  return reply(was.job, was.task, holder)
+  return reply(was.job, was.task, was.fence, about(was.job))
 end
 
 -- Why this worker cannot run a shard that needs an engine, or nil.
@@ -49,17 +51,23 @@ local function refusal(m)
   return nil
 end
 
--- The task to take from this job, or nil. A refusal is told where people look, unless others work on the job.
+-- The task to take from this job, and what is known of the job; or nil. A refusal is told where people look, unless
+-- others work on the job.
 local function choose(job)
   local root = root_of(job)
   local task = redis.call('ZRANGE', root .. ':pending', 0, 0)[1]
-  if not task then return nil end
-  local kind = string.match(task, '^%a+')
-  if not string.find(kinds, ',' .. kind .. ',', 1, true) then return nil end
-  local v = redis.call('HMGET', root .. ':meta', 'model', 'fingerprint', 'context', 'stop')
-  if kind ~= 'shard' or v[4] ~= '' then return task end
-  local why = refusal({ model = v[1], fingerprint = v[2], context = v[3] })
-  if not why then return task end
+  local kind = task and string.match(task, '^%a+')
+  if not task or not string.find(kinds, ',' .. kind .. ',', 1, true) then return nil end
+  local m = about(job)
+  if kind ~= 'shard' or m.stop ~= '' then return task, m end
+  local why = refusal(m)
+  if not why then
+    if m.fingerprint == '' then
+      redis.call('HSET', root .. ':meta', 'fingerprint', fingerprint)
+      m.fingerprint = fingerprint
+    end
+    return task, m
+  end
   if fingerprint ~= '' and redis.call('ZCARD', root .. ':leases') == 0 then
     block(root, 'worker ' .. worker .. ' is refused: ' .. why, 'lease')
   end
@@ -74,35 +82,31 @@ local function strike(root, task)
   event(root, 'lost', 'task', task, 'worker', last.worker, 'fence', last.fence)
 end
 
-local function take(job, task)
-  local root, meta = root_of(job), root_of(job) .. ':meta'
+local function take(job, task, m)
+  local root = root_of(job)
   strike(root, task)
   -- Strictly growing within an epoch, and across a server that forgot the last second: the clock went on.
   local n = math.max(tonumber(redis.call('HGET', root .. ':fences', task) or 0) + 1, now)
-  local fence = string.format('%06d.%015.0f', tonumber(redis.call('HGET', meta, 'epoch')), n)
+  local fence = string.format('%06d.%015.0f', tonumber(m.epoch), n)
   local holder = { fence = fence, nonce = nonce, worker = worker, ttl = ttl, sealed = 0 }
   redis.call('HSET', root .. ':fences', task, whole(n))
   redis.call('HSET', root .. ':holders', task, cjson.encode(holder))
   redis.call('HINCRBY', root .. ':attempts', task, 1)
-  local owner = redis.call('HMGET', meta, 'model', 'fingerprint', 'stop', 'blocked_by')
-  redis.call('HSET', meta, 'turn', redis.call('INCR', model_key(owner[1], 'turn')))
-  if string.sub(task, 1, 5) == 'shard' and owner[2] == '' and owner[3] == '' then
-    redis.call('HSET', meta, 'fingerprint', fingerprint)
-  end
-  if owner[4] == 'lease' then unblock(root) end
+  redis.call('HSET', root .. ':meta', 'turn', redis.call('INCR', model_key(m.model, 'turn')))
+  if m.blocked_by == 'lease' then unblock(root) end
   if get(root, 'started_at') == '' then redis.call('HSET', root, 'started_at', seconds(now)) end
   touch(root, now)
   extend(job, task)
   redis.call('SET', nonce_key, cjson.encode({ job = job, task = task, fence = fence }), 'PX', ttl + 60000)
-  return reply(job, task, holder)
+  return reply(job, task, fence, m)
 end
 
 local function one()
   local entry = redis.call('HGET', root_of(only) .. ':meta', 'ready')
   if not entry or entry == '' then return nil end
   if starved and redis.call('ZCARD', root_of(only) .. ':leases') > 0 then return nil end
-  local task = choose(only)
-  return task and take(only, task)
+  local task, m = choose(only)
+  return task and take(only, task, m)
 end
 
 -- Walks the ready jobs in order. Past the first job of a priority that has a lease, all others of that priority
@@ -116,8 +120,8 @@ local function any()
       from = redis.call('ZLEXCOUNT', ready, '-', '(' .. string.sub(entry, 1, 7) .. ';')
     else
       local job = string.sub(entry, 32)
-      local task = choose(job)
-      if task then return take(job, task) end
+      local task, m = choose(job)
+      if task then return take(job, task, m) end
       from = from + 1
     end
   end
