@@ -21,7 +21,7 @@ NO_SHARD = -1
 """The shard number of the part that holds the rows which the plan itself refused."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,16})?")
+_SUFFIX = re.compile(r"(\.[A-Za-z0-9]{1,32}){0,4}")
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -40,9 +40,9 @@ def job(job: str) -> str:
     return f"{root(job)}job.json"
 
 
-def input(job: str, suffix: str = "") -> str:
-    """The accepted input; its suffix (none, `.gz` or `.zst`) tells how it is compressed."""
-    return f"{root(job)}input.jsonl{_checked(_SUFFIX, 'suffix', suffix)}"
+def input(job: str, suffix: str = ".jsonl") -> str:
+    """The accepted input; how it is compressed shows in the end of its name."""
+    return f"{root(job)}input{_checked(_SUFFIX, 'suffix', suffix)}"
 
 
 def plan(job: str) -> str:

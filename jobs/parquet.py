@@ -1,168 +1,316 @@
-"""Results as Parquet: one explicit schema, and files that are whole or not there.
+"""Results as Parquet: files of one explicit schema (result.py), whole or not there.
 
-The schema is written down and never inferred: a column whose first thousand values are null would become
-a null column, and the first string after them a conflict. A file is written under a temporary name,
-closed, read back, and only then given its name, because an exception inside a writer leaves a truncated
-file that looks valid. This room may not know where the rows come from nor where the file goes.
+A file is written under a temporary name, closed, read back, and only then given its name, because an
+exception inside a writer leaves a truncated file that looks valid. This room may not know where the rows
+come from nor where the file goes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pagemill.jobs.errors import DiskFull, RowFault, StorageError
-from pagemill.jobs.row import Row
+from pagemill.jobs.errors import StorageError
+from pagemill.jobs.result import SCHEMA, SCHEMA_VERSION, ResultRow, to_json
+from pagemill.jobs.storage import CHUNK_BYTES, scratch_faults
 
-SCHEMA_VERSION: Final = 1
+__all__ = [
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "PartStats",
+    "ResultRow",
+    "batch_of",
+    "read_batches",
+    "read_rows",
+    "rows_of",
+    "stats_of",
+    "to_json",
+    "write_batches",
+    "write_rows",
+]
+
 ROWS_PER_GROUP: Final = 8192
 BYTES_PER_GROUP: Final = 16 << 20
 """A row group ends at either bound: tiny ones bloat the footer, and large ones the reader's memory."""
-
-# large_string: 64-bit offsets, so that no array of texts can overflow at 2 GB.
-TEXT: Final = pa.large_string()
-CHOICE: Final = pa.struct(
-    [
-        pa.field("index", pa.int32(), nullable=False),
-        pa.field("text", TEXT),
-        pa.field("finish_reason", TEXT),
-        pa.field("logprobs", TEXT),
-    ]
-)
-SCHEMA: Final = pa.schema(
-    [
-        pa.field("row_index", pa.int64(), nullable=False),
-        pa.field("custom_id", TEXT, nullable=False),
-        pa.field("line", pa.int64()),
-        pa.field("status", TEXT, nullable=False),
-        pa.field("kind", TEXT),
-        pa.field("text", TEXT),
-        pa.field("choices", pa.list_(CHOICE)),
-        pa.field("finish_reason", TEXT),
-        pa.field("prompt_tokens", pa.int64(), nullable=False),
-        pa.field("completion_tokens", pa.int64(), nullable=False),
-        pa.field("cached_tokens", pa.int64(), nullable=False),
-        pa.field("logprobs", TEXT),
-        pa.field("error_code", TEXT),
-        pa.field("error_message", TEXT),
-        pa.field("seed", pa.int64()),
-        pa.field("attempt", pa.int32(), nullable=False),
-        pa.field("queued_ms", pa.float64()),
-        pa.field("first_token_ms", pa.float64()),
-        pa.field("total_ms", pa.float64()),
-        pa.field("model", TEXT),
-        pa.field("requested_model", TEXT),
-        pa.field("metadata", TEXT),
-    ],
-    metadata={"pagemill.schema_version": str(SCHEMA_VERSION)},
-)
+BATCH_ROWS: Final = 1024
+BATCH_BYTES: Final = 1 << 20
+"""How much is held as Python rows, or read at once, at a time."""
 # Few distinct values: a dictionary pays. Texts differ, and a dictionary of them only costs memory.
 _DICTIONARY = ["status", "kind", "finish_reason", "error_code", "model", "requested_model"]
 _STATISTICS = ["row_index", "status", "error_code"]
 
 
-@dataclass(slots=True)
-class ResultRow:
-    """One output row. A failed one has a code and a message and no text; a completed one the reverse.
+@dataclass(frozen=True, slots=True)
+class PartStats:
+    """What a manifest says of a file of rows. errors: how many rows failed with each code.
 
-    choices: only where there is more than one: [{"index", "text", "finish_reason", "logprobs"?}]; `text`
-        is then the first one's.
-    logprobs, metadata: JSON text.  kind: chat or completion; None where the line could not be read.
-    line: physical line, 1-based.  seed: what decided the noise, so that the row can be repeated.
-    attempt: how often the row's shard had been started, 1-based; 0 for a row that never ran.
+    The row indexes of a file without rows are -1.
     """
 
-    row_index: int
-    custom_id: str
-    line: int | None
-    status: Literal["completed", "failed"]
-    kind: Literal["chat", "completion"] | None = None
-    text: str | None = None
-    choices: list[dict[str, Any]] | None = None
-    finish_reason: str | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    logprobs: str | None = None
-    error_code: str | None = None
-    error_message: str | None = None
-    seed: int | None = None
-    attempt: int = 0
-    queued_ms: float | None = None
-    first_token_ms: float | None = None
-    total_ms: float | None = None
-    model: str | None = None
-    requested_model: str | None = None
-    metadata: str | None = None
+    rows: int
+    completed: int
+    failed: int
+    bytes: int
+    sha256: str
+    min_row_index: int
+    max_row_index: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    errors: dict[str, int] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
 
-    def __post_init__(self) -> None:
-        if self.status == "failed":
-            whole = (
-                self.text is None and self.choices is None and bool(self.error_code and self.error_message)
-            )
-        else:
-            whole = self.text is not None and self.error_code is None and self.error_message is None
-        if not whole:
-            raise ValueError(f"row {self.row_index} is {self.status} but does not look like it")
+    def part(self, key: str, shard: int) -> dict[str, Any]:
+        """The "part dict" of plans, commit records and manifests."""
+        return {"key": key, "shard": shard, **asdict(self)}
 
-    @classmethod
-    def error_row(
-        cls,
-        row: Row,
-        code: str,
-        message: str,
-        *,
-        attempt: int = 0,
-        model: str | None = None,
-        prompt_tokens: int = 0,
-    ) -> Self:
-        """What a good line becomes when it could not be run."""
-        return cls(
-            row_index=row.row_index,
-            custom_id=row.custom_id,
-            line=row.line,
-            status="failed",
-            kind=row.kind,
-            prompt_tokens=prompt_tokens,
-            error_code=code,
-            error_message=message,
-            seed=row.seed,
-            attempt=attempt,
-            model=model,
-            requested_model=row.requested_model,
-            metadata=None if row.metadata is None else to_json(row.metadata),
+
+def write_rows(path: Path, rows: Iterable[ResultRow]) -> PartStats:
+    """Writes rows, which must ascend by row_index, to a local file; an error leaves no file.
+
+    Raises ValueError for rows out of order, and StorageError (DiskFull) where the disk refuses.
+    """
+    return write_batches(path, _batches(rows))
+
+
+def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> PartStats:
+    """The same from record batches of SCHEMA."""
+    temporary = path.with_name(path.name + ".writing")
+    try:
+        with scratch_faults(f"write {path.name}"):
+            with _PartWriter(temporary) as writer:
+                for batch in batches:
+                    writer.add(batch)
+            stats = writer.checked()
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return stats
+
+
+def read_batches(
+    source: Path | bytes, *, columns: list[str] | None = None, name: str = ""
+) -> Iterator[pa.RecordBatch]:
+    """The rows in the order of the file, about BATCH_BYTES at a time.
+
+    name: what to call the file in errors. Raises StorageError where it is damaged or no file of ours.
+    """
+    name = name or (source.name if isinstance(source, Path) else "a result file")
+    with _readable(name):
+        opened = pa.BufferReader(source) if isinstance(source, bytes) else str(source)
+        file = pq.ParquetFile(opened, page_checksum_verification=True, buffer_size=1 << 16, pre_buffer=False)
+    with file:
+        with _readable(name):
+            if not file.schema_arrow.equals(SCHEMA):
+                raise StorageError(f"{name} has other columns than this version of Pagemill writes.")
+            rows = _rows_at_once(file.metadata)
+            batches = file.iter_batches(rows, columns=columns, use_threads=False)
+        while True:
+            with _readable(name):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+
+def read_rows(source: Path | bytes, *, name: str = "") -> Iterator[ResultRow]:
+    """The rows in the order of the file. Raises StorageError as `read_batches` does."""
+    for batch in read_batches(source, name=name):
+        yield from rows_of(batch)
+
+
+def rows_of(batch: pa.RecordBatch) -> Iterator[ResultRow]:
+    for doc in batch.to_pylist():
+        if doc["choices"] is not None:
+            doc["choices"] = [{k: v for k, v in c.items() if v is not None} for c in doc["choices"]]
+        yield ResultRow(**doc)
+
+
+def stats_of(path: Path, *, name: str = "") -> PartStats:
+    """What `write_rows` said of this file when it wrote it."""
+    count = _Count()
+    columns = ["row_index", "status", "prompt_tokens", "completion_tokens", "cached_tokens", "error_code"]
+    for batch in read_batches(path, columns=columns, name=name):
+        count.add(batch)
+    return count.stats(path)
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise StorageError(f"{name} is damaged: it cannot be read as Parquet.") from error
+
+
+def _rows_at_once(metadata: pq.FileMetaData) -> int:
+    """So many rows of this file as make about BATCH_BYTES: long texts must not fill the memory."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    widest = max((g.total_byte_size / max(1, g.num_rows) for g in groups), default=1.0)
+    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(1.0, widest))))
+
+
+class _PartWriter:
+    """Gathers batches into row groups that end at ROWS_PER_GROUP or BYTES_PER_GROUP, whichever is first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = pa.OSFile(str(path), "wb")
+        self._writer = pq.ParquetWriter(
+            self._file,
+            SCHEMA,
+            compression="zstd",
+            use_dictionary=_DICTIONARY,
+            write_statistics=_STATISTICS,
+            write_page_checksum=True,
+            sorting_columns=[pq.SortingColumn(0)],
+        )
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
+        self._groups = 0
+        self._count = _Count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._flush()
+            self._writer.close()
+            self._file.close()
+            return
+        with suppress(pa.ArrowException, OSError):
+            self._writer.close()  # or its destructor would, at a time of its own choosing
+        with suppress(pa.ArrowException, OSError):
+            self._file.close()
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        self._count.add(batch)
+        while batch.num_rows:
+            room = BYTES_PER_GROUP - self._pending_bytes
+            fits = max(1, int(batch.num_rows * room / max(1, batch.nbytes)))
+            taken = batch.slice(0, min(fits, ROWS_PER_GROUP - self._pending_rows))
+            self._pending.append(taken)
+            self._pending_rows += taken.num_rows
+            self._pending_bytes += taken.nbytes
+            if self._pending_rows >= ROWS_PER_GROUP or self._pending_bytes >= BYTES_PER_GROUP:
+                self._flush()
+            batch = batch.slice(taken.num_rows)
+
+    def _flush(self) -> None:
+        if self._pending:
+            self._writer.write_table(pa.Table.from_batches(self._pending, SCHEMA), self._pending_rows)
+            self._groups += 1
+        self._pending = []
+        self._pending_rows = self._pending_bytes = 0
+
+    def checked(self) -> PartStats:
+        """The closed file, read back: a quiet failure is found before anybody relies on it."""
+        stats = self._count.stats(self._path)
+        with _readable(self._path.name):
+            metadata = pq.read_metadata(self._path)
+        if (metadata.num_rows, metadata.num_row_groups) != (stats.rows, self._groups):
+            raise StorageError(f"{self._path.name} was written, but does not hold what was written.")
+        return stats
+
+
+class _Count:
+    """Sums over batches, and proof that their rows ascend."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._failed = 0
+        self._first = -1
+        self._last = -1
+        self._tokens = Counter[str]()
+        self._errors = Counter[str]()
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        if not batch.num_rows:
+            return
+        indexes = batch.column("row_index")
+        first, last = indexes[0].as_py(), indexes[-1].as_py()
+        steps = pc.greater(indexes.slice(1), indexes.slice(0, len(indexes) - 1))
+        if first <= self._last or not pc.all(steps, min_count=0).as_py():
+            raise ValueError("result rows must ascend by row_index, each once")
+        self._first = first if self._rows == 0 else self._first
+        self._last = last
+        self._rows += batch.num_rows
+        self._failed += pc.sum(pc.equal(batch.column("status"), "failed")).as_py()
+        for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+            self._tokens[name] += pc.sum(batch.column(name)).as_py()
+        for found in pc.value_counts(batch.column("error_code").drop_null()).to_pylist():
+            self._errors[found["values"]] += found["counts"]
+
+    def stats(self, path: Path) -> PartStats:
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            while piece := stream.read(CHUNK_BYTES):
+                digest.update(piece)
+        return PartStats(
+            rows=self._rows,
+            completed=self._rows - self._failed,
+            failed=self._failed,
+            bytes=path.stat().st_size,
+            sha256=digest.hexdigest(),
+            min_row_index=self._first,
+            max_row_index=self._last,
+            prompt_tokens=self._tokens["prompt_tokens"],
+            completion_tokens=self._tokens["completion_tokens"],
+            cached_tokens=self._tokens["cached_tokens"],
+            errors=dict(sorted(self._errors.items())),
         )
 
-    @classmethod
-    def fault_row(cls, row_index: int, line: int | None, custom_id: str, fault: RowFault) -> Self:
-        """What a bad line becomes."""
-        return cls(
-            row_index=row_index,
-            custom_id=custom_id,
-            line=line,
-            status="failed",
-            error_code=fault.code,
-            error_message=fault.message,
-        )
+
+def _batches(rows: Iterable[ResultRow]) -> Iterator[pa.RecordBatch]:
+    """Rows as batches of bounded size."""
+    held: list[ResultRow] = []
+    held_bytes = 0
+    for row in rows:
+        held.append(row)
+        held_bytes += _weight(row)
+        if len(held) >= BATCH_ROWS or held_bytes >= BATCH_BYTES:
+            yield batch_of(held)
+            held, held_bytes = [], 0
+    if held:
+        yield batch_of(held)
 
 
-_FIELDS: Final = tuple(f.name for f in fields(ResultRow))
-if _FIELDS != tuple(SCHEMA.names):
-    raise AssertionError("ResultRow and SCHEMA have drifted apart")
+def _weight(row: ResultRow) -> int:
+    texts = (row.text, row.logprobs, row.error_message, row.metadata)
+    more = sum(len(str(value)) for choice in row.choices or () for value in choice.values())
+    return more + sum(len(text) for text in texts if text is not None)
 
 
-def to_json(value: object) -> str:
-    """JSON text for the columns that hold some."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def batch_of(rows: list[ResultRow]) -> pa.RecordBatch:
+    """Rows as one batch of SCHEMA."""
+    columns = [_column([getattr(row, f.name) for row in rows], f.type) for f in SCHEMA]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        # Half a surrogate pair has no UTF-8; one such text must not cost the other rows their results.
+        return pa.array([_encodable(value) for value in values], kind)
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _encodable(item) for name, item in value.items()}
+    return value
