@@ -1,0 +1,64 @@
+"""The memory that keys and values live in.
+
+One tensor [blocks, layers, 2, kv_heads, head_dim * 16] with 16 tokens a block, the same on every device:
+
+- all layers of a block lie together, so moving a block (to the host, to another worker) is one copy;
+- a head's keys lie transposed, [head_dim, 16]: on CPU one vector register holds one dimension of many
+  tokens, and a score is a chain of multiply-adds without a horizontal sum; values lie [16, head_dim], as
+  the weighted sum over tokens wants them;
+- what one head of one layer holds of a block is a contiguous chunk (4 KB at head_dim 64 in float32, 2 to 4
+  KB in 16 bits), which a CUDA kernel loads with one block-table lookup a tile.
+
+A token's place is a slot: block * 16 + offset. This room may not know which row owns which block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill.engine.config import BLOCK_SIZE
+from pagemill.kernels import cache_write
+
+assert cache_write.BLOCK_SIZE == BLOCK_SIZE, "memory blocks and hash blocks are one size"
+
+
+class KVStorage:
+    """Blocks of keys and values. Memory is taken from the system when a block is first touched."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        # Not zeros: that would touch every page at start-up. A block is cleared when it is begun.
+        self.tensor = torch.empty(
+            (num_blocks, num_layers, 2, num_kv_heads, head_dim * BLOCK_SIZE), dtype=dtype, device=device
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.tensor.shape[0]
+
+    def layer(self, index: int) -> Tensor:
+        """One layer of all blocks: a view [blocks, 2, kv_heads, head_dim * 16]."""
+        return self.tensor[:, index]
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+        return self.tensor[0, 0].numel() * self.tensor.element_size()
+
+    def clear(self, blocks: Tensor) -> None:
+        """Zeroes blocks that are about to be begun; int64 ids."""
+        if blocks.numel():
+            cache_write.clear_blocks(self.tensor, blocks)
+
+
+def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    return num_layers * 2 * num_kv_heads * head_dim * BLOCK_SIZE * dtype.itemsize

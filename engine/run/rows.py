@@ -1,0 +1,60 @@
+"""Turns a Batch into the decoder's packed inputs.
+
+Knows sequences and block tables; it may not know weights or sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagemill.engine.batch import Batch
+from pagemill.engine.config import BLOCK_SIZE
+from pagemill.engine.models.decoder import Inputs
+from pagemill.kernels.attention import plan_rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """inputs: for the decoder. starts: where each sequence's tokens begin in the packed matrix, and the end.
+
+    sampling: which sequences sample this step. last_tokens: the packed place of the last token of each.
+    """
+
+    inputs: Inputs
+    starts: tuple[int, ...]
+    sampling: tuple[int, ...]
+    last_tokens: torch.Tensor
+
+
+def build_rows(batch: Batch, layer_block_bytes: int, device: torch.device) -> StepRows:
+    token_ids: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    starts = [0]
+    lengths = []
+    for seq, new in zip(batch.sequences, batch.num_scheduled, strict=True):
+        begin, end = seq.num_computed_tokens, seq.num_computed_tokens + new
+        token_ids += seq.token_ids[begin:end]
+        positions += range(begin, end)
+        table = seq.block_table
+        if end > len(table) * BLOCK_SIZE:
+            raise ValueError(f"row {seq.request.request_id} has {len(table)} blocks for {end} tokens")
+        blocks += [table[position // BLOCK_SIZE] for position in range(begin, end)]
+        lengths.append(end)
+        starts.append(starts[-1] + new)
+    rows = plan_rows(
+        batch.num_scheduled,
+        lengths,
+        [seq.block_table for seq in batch.sequences],
+        block_bytes=layer_block_bytes,
+        device=device,
+    )
+    where = torch.tensor(positions)
+    place = torch.tensor(blocks)
+    offsets = where % BLOCK_SIZE
+    inputs = Inputs(torch.tensor(token_ids), where, place, offsets, place[offsets == 0], rows)
+    sampling = tuple(i for i in range(len(batch.sequences)) if batch.samples(i))
+    last_tokens = torch.tensor([starts[i + 1] - 1 for i in sampling], dtype=torch.int64)
+    return StepRows(inputs, tuple(starts), sampling, last_tokens)

@@ -1,0 +1,186 @@
+"""Choosing tokens from logits: penalties, filters and seeded noise, a whole batch at once.
+
+Noise is not drawn, it is computed: a hash of (seed, sample, position, vocabulary index) in 32-bit integer
+arithmetic, the same bits on every device, turned into Gumbel noise; the largest noisy logit is then a
+sample from the softmax. So a row's tokens depend on nothing but itself, and a row computed again repeats.
+
+All logits here are float32 [rows, vocabulary].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Filters look at this many best tokens first; only a row whose filter keeps more sorts its whole vocabulary.
+CANDIDATES = 1024
+# Below this a temperature leaves nothing to chance: a difference of one unit in the last place of a
+# float32 logit, divided by it, is more than the noise can span.
+COLDEST = 1e-8
+
+_MASK64 = (1 << 64) - 1
+# Odd multipliers as signed 32-bit: the golden ratio, then the pair of the "lowbias32" finalizer
+# (Ettinger, "Prospecting for hash functions", 2018).
+_GOLDEN = 0x9E3779B1 - (1 << 32)
+_MULTIPLY_1 = 0x7FEB352D
+_MULTIPLY_2 = 0x846CA68B - (1 << 32)
+
+
+def noise_keys(seeds: Sequence[int], samples: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Two 32-bit words [rows, 2] that stand for (seed, sample, position) of each row."""
+    keys = []
+    for seed, sample, position in zip(seeds, samples, positions, strict=True):
+        keys.append(_mix64(_mix64(_mix64(seed & _MASK64) ^ sample) ^ position))
+    words = np.array(keys, dtype=np.uint64).view(np.int32).reshape(-1, 2)
+    return torch.from_numpy(words)
+
+
+def _mix64(x: int) -> int:
+    """The finalizer of splitmix64 (Steele et al., 2014) after one step of its counter."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def noise_bits(keys: Tensor, indices: Tensor) -> Tensor:
+    """The hash, int32 of indices' shape: keys [rows, 2] int32, indices [rows or 1, n] integers.
+
+    The second key word enters between the multiplications: with both added at the front, the noise of one
+    row would be that of another, shifted.
+    """
+    x = indices.to(torch.int32) * _GOLDEN + keys[:, :1]
+    # int32 shifts copy the sign downwards; the mask makes them the unsigned shifts that the hash means.
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MULTIPLY_1
+    x ^= keys[:, 1:]
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _MULTIPLY_2
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def gumbel(keys: Tensor, indices: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32, one for each (row, vocabulary index)."""
+    # u in (0, 1) is small where the noise is large, since float32 is finest near zero: -log(-log(1 - u)).
+    u = (noise_bits(keys, indices) & 0x7FFFFFFF).float()
+    u.add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
+
+
+def apply_penalties(
+    logits: Tensor,
+    prompt: Tensor,
+    output: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> None:
+    """Penalises tokens in place; `prompt` and `output` count each token of the row, [rows, vocabulary].
+
+    Repetition divides a positive logit and multiplies a negative one where the token occurred in prompt or
+    output (Keskar et al., 2019); presence and frequency subtract where it occurred in the output, once
+    and for each time (OpenAI's definition).
+    """
+    repetition = torch.where((prompt + output) > 0, repetition[:, None], 1.0)
+    logits.copy_(torch.where(logits > 0, logits / repetition, logits * repetition))
+    logits.sub_((output > 0) * presence[:, None])
+    logits.sub_(output * frequency[:, None])
+
+
+def count_tokens(rows: Tensor, tokens: Tensor, num_rows: int, vocabulary: int) -> Tensor:
+    """How often each token occurs in each row: (rows, tokens) pairs to [num_rows, vocabulary] float32."""
+    counts = torch.zeros(num_rows * vocabulary, dtype=torch.float32)
+    counts.index_add_(0, rows * vocabulary + tokens, torch.ones(tokens.shape[0]))
+    return counts.view(num_rows, vocabulary)
+
+
+def sample_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
+) -> Tensor:
+    """One token a row, int64 [rows]. Temperature scales, then top-k, top-p of what is left, min-p.
+
+    temperature > 0; top_k int64, 0 for off; top_p 1 for off; min_p 0 for off; all [rows]. Tokens that tie
+    at a filter's border stay in together, so that no result hangs on how a sort breaks ties.
+    """
+    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled.div_(temperature.clamp(min=COLDEST)[:, None])
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    free = torch.nonzero(~filtered).squeeze(1)
+    if free.numel():
+        tokens[free] = _pick_any(_rows(scaled, free), keys[free])
+    bound = torch.nonzero(filtered).squeeze(1)
+    if bound.numel():
+        tokens[bound] = _pick_filtered(
+            _rows(scaled, bound), top_k[bound], top_p[bound].double(), min_p[bound].double(), keys[bound]
+        )
+    return tokens
+
+
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x if rows.numel() == x.shape[0] else x[rows]
+
+
+def _pick_any(scaled: Tensor, keys: Tensor) -> Tensor:
+    """The largest noisy logit over the whole vocabulary, a few rows at a time so that they stay in cache."""
+    vocabulary = torch.arange(scaled.shape[1], dtype=torch.int32)[None]
+    picks = [
+        (gumbel(keys[i : i + 4], vocabulary).add_(scaled[i : i + 4])).argmax(-1)
+        for i in range(0, scaled.shape[0], 4)
+    ]
+    return torch.cat(picks)
+
+
+def _pick_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
+    values, indices = scaled.topk(min(CANDIDATES, scaled.shape[1]), dim=-1)
+    totals = scaled.double().exp_().sum(-1)
+    least = _least_kept(values, totals, top_k, top_p, min_p)
+    tokens = _pick_of(values, indices, least, keys)
+    # What ties with the last candidate may lie beyond it, and so may anything a wider filter keeps.
+    if values.shape[1] < scaled.shape[1]:
+        wide = torch.nonzero((least <= values[:, -1]) | (top_k > values.shape[1])).squeeze(1)
+        if wide.numel():
+            values, indices = scaled[wide].sort(dim=-1, descending=True, stable=True)
+            least = _least_kept(values, totals[wide], top_k[wide], top_p[wide], min_p[wide])
+            tokens[wide] = _pick_of(values, indices, least, keys[wide])
+    return tokens
+
+
+def _least_kept(values: Tensor, totals: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The smallest scaled logit that all filters keep [rows]; values are sorted, best first.
+
+    totals: sum of exp over the row's whole vocabulary, float64.
+    """
+    width = values.shape[1]
+    kth = values.gather(1, (torch.where(top_k > 0, top_k, width).clamp(max=width) - 1)[:, None])
+    kth = torch.where((top_k > 0)[:, None], kth, -torch.inf)
+    masses = torch.where(values >= kth, values, -torch.inf).double().exp()
+    totals = torch.where(top_k > 0, masses.sum(-1), totals)
+    before = masses.cumsum(-1) - masses
+    # A token stays while the better ones alone do not reach top_p; the best always stays.
+    kept = (before < top_p[:, None] * totals[:, None]) | (top_p >= 1)[:, None]
+    kept &= (values >= kth) & (values >= min_p.log()[:, None])
+    kept[:, 0] = True
+    return values.gather(1, kept.sum(-1, keepdim=True) - 1).squeeze(1)
+
+
+def _pick_of(values: Tensor, indices: Tensor, least: Tensor, keys: Tensor) -> Tensor:
+    """The largest noisy logit among candidates at or above `least`; of equals the lowest vocabulary index."""
+    noisy = torch.where(values >= least[:, None], values + gumbel(keys, indices), -torch.inf)
+    best = noisy == noisy.amax(-1, keepdim=True)
+    return torch.where(best, indices, torch.iinfo(torch.int64).max).amin(-1)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Natural-log probabilities of the chosen tokens [rows] and of the `top` best ones.
+
+    Returns the chosen tokens' [rows], then the best ones' values and ids [rows, top], best first.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    values, indices = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+    return chosen, values, indices
