@@ -1,9 +1,10 @@
 """Whatever a caller calls "prompts" becomes one stream of JSONL bytes with a name and a compression suffix.
 
-Takes paths, URIs, open binary files, bytes, and iterables or async iterables of rows, of any length in bounded
-memory: nothing here keeps more than one chunk. A row is only written down, never judged: what is wrong with it is
-found by the plan, and becomes that row's error. What cannot be written as JSON at all is the caller's mistake and
-raises before anything is submitted. This room may not know where the bytes go.
+Takes paths, URIs, open binary files, bytes, and iterables or async iterables of rows, of any length in
+bounded
+memory: nothing here keeps more than one chunk. A row is only written down, never judged: what is wrong with
+it is found by the plan, and becomes that row's error. What cannot be written as JSON at all is the caller's
+mistake and raises before anything is submitted. This room may not know where the bytes go.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, cast
 from urllib.parse import unquote, urlsplit
 
 from pagemill.jobs.errors import ObjectNotFound, UsageError
@@ -55,8 +56,8 @@ NOT_JSONL = {
 class Source:
     """An input before it is uploaded.
 
-    name: for people. suffix: "", ".gz" or ".zst", how the bytes are packed. chunks: starts reading; it runs in a
-    thread and may block. again: whether `chunks` may be called twice and gives the same bytes.
+    name: for people. suffix: "", ".gz" or ".zst", how the bytes are packed. chunks: starts reading; it runs
+    in a thread and may block. again: whether `chunks` may be called twice and gives the same bytes.
     """
 
     name: str
@@ -79,17 +80,23 @@ def open_source(prompts: Prompts, options: StorageOptions, *, name: str | None =
     if isinstance(prompts, io.TextIOBase):
         raise UsageError("This file is open as text; open it with mode 'rb', or give its path.")
     if hasattr(prompts, "read"):
-        file: BinaryIO = prompts
-        return Source(name or _file_name(file), compression(name or _file_name(file)), lambda: read_chunks(file))
+        file = cast(BinaryIO, prompts)
+        return Source(
+            name or _file_name(file), compression(name or _file_name(file)), lambda: read_chunks(file)
+        )
     if hasattr(prompts, "__arrow_c_stream__") or hasattr(prompts, "columns"):
-        raise UsageError("A table is not a list of prompts; give one column of it, e.g. table['prompt'].to_pylist().")
+        raise UsageError(
+            "A table is not a list of prompts; give one column of it, e.g. table['prompt'].to_pylist()."
+        )
     if isinstance(prompts, Mapping):
         raise UsageError("One row goes in a list: submit([{...}], …).")
     if isinstance(prompts, AsyncIterable):
         loop = asyncio.get_running_loop()
         return Source(name or "rows", suffix, lambda: _packed(_pulled(aiter(prompts), loop)))
     if isinstance(prompts, Iterable):
-        return Source(name or "rows", suffix, lambda: _packed(iter(prompts)), again=isinstance(prompts, list | tuple))
+        return Source(
+            name or "rows", suffix, lambda: _packed(iter(prompts)), again=isinstance(prompts, list | tuple)
+        )
     raise UsageError(f"Cannot take prompts from a {type(prompts).__name__}; give a path, a URI or rows.")
 
 
@@ -99,16 +106,25 @@ def compression(name: str) -> str:
     if suffix in COMPRESSED:
         return suffix
     if suffix in NOT_JSONL:
-        raise UsageError(f"{name} is {NOT_JSONL[suffix]}; Pagemill takes JSONL, plain or packed as .gz or .zst.")
+        raise UsageError(
+            f"{name} is {NOT_JSONL[suffix]}; Pagemill takes JSONL, plain or packed as .gz or .zst."
+        )
     return ""
 
 
 def read_chunks(file: BinaryIO) -> Iterator[bytes]:
-    """A binary file in pieces, as they come (a pipe gives what it has rather than waiting for a full chunk)."""
-    read: Callable[[int], bytes] = getattr(file, "read1", file.read)
-    while chunk := read(CHUNK):
+    """A binary file in pieces, as they come (a pipe gives what it has rather than waiting for a full
+    chunk)."""
+    read: Callable[[int], bytes | str] = getattr(file, "read1", file.read)
+    while True:
+        try:
+            chunk = read(CHUNK)
+        except OSError as error:  # else it would pass for a fault of the store that the bytes go to
+            raise UsageError(f"Cannot read {_file_name(file)}: {error.strerror or error}.") from error
         if isinstance(chunk, str):
             raise UsageError("This file is open as text; open it with mode 'rb', or give its path.")
+        if not chunk:
+            return
         yield chunk
 
 
@@ -122,7 +138,9 @@ def _from_address(address: str, options: StorageOptions, name: str | None) -> So
     if scheme == "s3":
         return _from_store(address, options, name)
     if scheme not in ("", "file"):
-        raise UsageError(f"Cannot read {address}: input comes from a file, file:// or s3://, not {scheme}://.")
+        raise UsageError(
+            f"Cannot read {address}: input comes from a file, file:// or s3://, not {scheme}://."
+        )
     path = Path(unquote(urlsplit(address).path)) if scheme else Path(address).expanduser()
     return _from_path(path, name)
 
@@ -142,7 +160,7 @@ def _from_path(path: Path, name: str | None) -> Source:
 
 def _must_exist(path: Path) -> None:
     if not path.exists():
-        hint = "" if path.suffix else " (a prompt itself goes in a list: submit([\"…\"], …))"
+        hint = "" if path.suffix else ' (a prompt itself goes in a list: submit(["…"], …))'
         raise UsageError(f"There is no file {path}{hint}.")
 
 
@@ -203,7 +221,8 @@ def _packed(rows: Iterator[Any]) -> Iterator[bytes]:
 
 
 def row_line(row: Any, index: int) -> bytes:
-    """One row as one JSON line. Lone surrogates and NaN pass: they are the row's fault, and the plan says so."""
+    """One row as one JSON line. Lone surrogates and NaN pass: they are the row's fault, and the plan says
+    so."""
     try:
         return json.dumps(_as_object(row, index), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
     except (TypeError, ValueError, RecursionError) as error:
@@ -220,5 +239,5 @@ def _as_object(row: Any, index: int) -> Mapping[str, Any]:
             return {"prompt": list(row)}
         return {"messages": list(row)}
     raise UsageError(
-        f"Item {index} is a {type(row).__name__}; a row is a string, a list of token ids, a list of messages, or a dict."
+        f"Item {index} is a {type(row).__name__}; a row is text, token ids, messages, or a dict."
     )

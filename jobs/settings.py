@@ -1,13 +1,15 @@
 """Where the client finds Redis and the store: flags first, then PAGEMILL_* variables, then defaults.
 
-    PAGEMILL_REDIS_URL                       redis://localhost:6379/0   (rediss:// for TLS, unix:///path for a socket)
-    PAGEMILL_STORE                           ~/.pagemill/store          (s3://bucket/prefix, file:///folder or a folder)
-    PAGEMILL_S3_ENDPOINT                     for anything but Amazon's S3, with its scheme: http://minio:9000
-    PAGEMILL_S3_REGION                       the bucket's region
-    PAGEMILL_S3_ACCESS_KEY, _SECRET_KEY      unset: whatever boto3 finds (AWS_* variables, ~/.aws, instance roles)
-    PAGEMILL_S3_PATH_STYLE                   true: bucket in the path, false: in the host name, unset: by the endpoint
-    PAGEMILL_S3_CHECKSUMS                    when_required or when_supported
-    PAGEMILL_S3_ACCEPT_NO_CONDITIONAL_WRITES true: take a store without put-if-absent, with Redis as the only guard
+    PAGEMILL_REDIS_URL           redis://localhost:6379/0 (rediss:// for TLS, unix:///path for a socket)
+    PAGEMILL_STORE               ~/.pagemill/store (s3://bucket/prefix, file:///folder or a folder)
+    PAGEMILL_S3_ENDPOINT         for anything but Amazon's S3, with its scheme: http://minio:9000
+    PAGEMILL_S3_REGION           the bucket's region
+    PAGEMILL_S3_ACCESS_KEY       unset: whatever boto3 finds (AWS_* variables, ~/.aws, instance roles)
+    PAGEMILL_S3_SECRET_KEY
+    PAGEMILL_S3_PATH_STYLE       true: bucket in the path, false: in the host name, unset: by the endpoint
+    PAGEMILL_S3_CHECKSUMS        when_required or when_supported
+    PAGEMILL_S3_ACCEPT_NO_CONDITIONAL_WRITES
+                                 true: take a store without put-if-absent, with Redis as the only guard
 
 The default store is one folder per user rather than one per working directory, so that a client and a worker
 started from different directories of one machine meet. Machines that share work must name a store that all of
@@ -34,13 +36,17 @@ def default_store() -> str:
     try:
         return str(Path.home() / ".pagemill" / "store")
     except RuntimeError as error:  # a container's user that no passwd file knows
-        raise UsageError("This user has no home folder; name a store with --store or PAGEMILL_STORE.") from error
+        raise UsageError(
+            "This user has no home folder; name a store with --store or PAGEMILL_STORE."
+        ) from error
 
 
 class ClientSettings(BaseSettings):
     """Addresses and credentials. The worker's settings extend these, so both sides read the same names."""
 
-    model_config = SettingsConfigDict(env_prefix="PAGEMILL_", env_ignore_empty=True, extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="PAGEMILL_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
 
     redis_url: str = DEFAULT_REDIS_URL
     store: str = Field(default_factory=default_store)
@@ -56,7 +62,10 @@ class ClientSettings(BaseSettings):
     @classmethod
     def _speaks_redis(cls, url: str) -> str:
         if not url.startswith(REDIS_SCHEMES):
-            raise ValueError(f"{url!r} is not a Redis address; write redis://host:6379/0, rediss://… or unix:///path")
+            shown = url.rpartition("@")[2]  # never a password
+            raise ValueError(
+                f"{shown!r} is not a Redis address; write redis://host:6379/0, rediss://… or unix:///path"
+            )
         return url
 
     @classmethod

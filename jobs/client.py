@@ -1,0 +1,424 @@
+"""The client: submit a file of prompts, follow the job, read its results. Async; `SyncClient` is the same in
+scripts.
+
+    async with Client("redis://host:6379/0", "s3://bucket/prefix") as client:
+        job = await client.submit(["Name a river.", "Name a lake."], model="llama", max_tokens=20)
+        await job.wait()
+        async for row in job.results():
+            print(row.row_index, row.text or row.error_message)
+
+It needs Redis and the store, and no worker to be running: a job waits until somebody serves its model. It may
+not know how a row is run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypedDict, Unpack
+
+from pagemill.jobs import layout, tickets
+from pagemill.jobs.errors import JobFailed, JobNotFound, RedisUnavailable, UsageError
+from pagemill.jobs.inputs import Prompts, open_source
+from pagemill.jobs.reading import AsyncResults, Results
+from pagemill.jobs.remembered import output_url, remembered
+from pagemill.jobs.settings import ClientSettings
+from pagemill.jobs.spec import JobSpec, check_job_id, default_seed, new_job_id
+from pagemill.jobs.state import State
+from pagemill.jobs.status import JobStatus, WorkerInfo
+from pagemill.jobs.storage import Storage, StorageOptions, decide, open_storage
+from pagemill.jobs.submission import accept
+
+PATIENCE_S = 5.0
+"""How long one call waits for a Redis that is away. Workers wait longer; a person at a terminal should
+not."""
+POLL_S = 1.0
+PAGE = 200
+
+When = datetime | timedelta | float
+
+
+class Named(Protocol):
+    """A handle of a job: `Job`, `SyncJob`, or anything else with an id."""
+
+    @property
+    def id(self) -> str: ...
+
+
+AnyJob = str | Named
+
+
+class Sampling(TypedDict, total=False):
+    """Sampling parameters for every row that does not set its own; unset ones are the model's."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    n: int
+    stop: str | list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[str, float]
+    logprobs: bool | int
+    top_logprobs: int
+    truncate_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CancelOutcome:
+    """state: the job's now. accepted: it ends, or ended, as cancelled; else it was past that."""
+
+    state: str
+    accepted: bool
+
+
+class Client:
+    """Talks to one Redis and one store. Cheap to make, safe to share within an event loop; close it, or use
+    `async with`.
+
+    redis_url: redis://, rediss:// or unix://. store: s3://bucket/prefix, file:///folder, or a folder. Both
+    default to PAGEMILL_REDIS_URL and PAGEMILL_STORE, see `pagemill.jobs.settings`; storage_options to
+    PAGEMILL_S3_*.
+    patience: seconds that one call waits for a Redis that is away before it raises RedisUnavailable.
+
+    Every error is a PagemillError whose text is one sentence: UsageError, JobNotFound, JobConflict,
+    StorageError, RedisUnavailable, ProtocolMismatch.
+    """
+
+    def __init__(
+        self,
+        redis_url: str | None = None,
+        store: str | None = None,
+        *,
+        storage_options: StorageOptions | None = None,
+        patience: float = PATIENCE_S,
+    ) -> None:
+        settings = ClientSettings.load(redis_url=redis_url, store=store)
+        self.storage_options = storage_options or settings.storage_options()
+        self.storage: Storage = open_storage(settings.store, self.storage_options)
+        self._redis_url = settings.redis_url
+        self._patience = patience
+        self._state: State | None = None
+        self._connecting = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Lets the connections go. The jobs go on."""
+        if self._state is not None:
+            await self._state.close()
+            self._state = None
+
+    async def state(self) -> State:
+        """The connected, version-checked state; for those who need more of it than the client shows."""
+        async with self._connecting:
+            if self._state is None:
+                state = await State.connect(self._redis_url, patience_s=self._patience)
+                try:
+                    await state.check_protocol()
+                except BaseException:
+                    await state.close()
+                    raise
+                self._state = state
+        return self._state
+
+    async def submit(
+        self,
+        prompts: Prompts,
+        *,
+        model: str,
+        job_id: str | None = None,
+        idempotency_key: str | None = None,
+        name: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        priority: int = 0,
+        max_shards: int | None = None,
+        deadline: When | None = None,
+        context: int | None = None,
+        strict: bool = False,
+        max_rows: int | None = None,
+        model_policy: Literal["override", "match"] = "override",
+        special_tokens_in_content: Literal["text", "parse", "error"] = "text",
+        retention: timedelta | float | None = None,
+        progress: Callable[[int], None] | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Job:
+        """Make a job of these prompts and return its handle; it runs whenever a worker serves its model.
+
+        prompts: a path, an s3:// or file:// URI, a file open for reading bytes, JSONL as bytes, or an
+        iterable or
+            async iterable of rows. A row is a string (a raw prompt), a list of token ids, a list of messages,
+            or a dict in either line shape. A string alone is a path; one prompt goes in a list. Everything is
+            streamed: an input of any length is submitted in bounded memory.
+        model: the name that workers serve it under.
+        job_id: chosen by you, so that submitting again after a failure is safe: the same input and parameters
+            give the same job (`Job.existed`), anything else raises JobConflict. idempotency_key: the same for
+            any text, from which an id is made.
+        name: what to call the input; for streams it also says how they are packed (.gz, .zst).
+        sampling, defaults: parameters for rows that set none (`max_tokens=64`, or as one mapping).
+        seed: rows without one get theirs from it and their index; by default it follows from the job's id.
+        priority: higher goes first. max_shards: most shards run at once, to leave room for others.
+        deadline: seconds or a timedelta from now, or a datetime with a zone; rows not done by then end as
+            `batch_expired`.
+        context: tokens a row needs at most, where less than the model's; smaller workers can then help.
+        strict: fail the job for the first bad line instead of giving that line an error row. max_rows: refuse
+            longer inputs.
+        model_policy: `override` replaces the model a row names, `match` makes a differing one an error.
+        special_tokens_in_content: what chat text that spells a control token is: plain text, the token, or an
+        error.
+        retention: how long Redis remembers the job after its end (default a week); the store forgets nothing.
+        progress: called with the size of each uploaded piece, from another thread.
+        """
+        if not model.strip():
+            raise UsageError("Name the model that the job is for.")
+        chosen = _chosen_id(job_id, idempotency_key)
+        job = chosen or new_job_id()
+        fields = {
+            "model": model,
+            "created_at": time.time(),
+            "defaults": {**(defaults or {}), **sampling},
+            "seed": default_seed(job) if seed is None else seed,
+            "priority": priority,
+            "max_shards": max_shards,
+            "expires_at": _moment(deadline),
+            "context": context,
+            "strict": strict,
+            "max_rows": max_rows,
+            "model_policy": model_policy,
+            "special_tokens_in_content": special_tokens_in_content,
+            "idempotency_key": idempotency_key,
+            **({} if retention is None else {"retention_s": int(_seconds(retention))}),
+        }
+        source = open_source(prompts, self.storage_options, name=name)
+        await self.state()  # before the upload: a Redis that is down is told at once
+        spec, known = await accept(
+            self.storage,
+            source,
+            job,
+            fields,
+            chosen=chosen is not None,
+            progress=progress or (lambda _: None),
+        )
+        return await self.adopt(spec, known)
+
+    async def adopt(self, spec: JobSpec, known: bool = True) -> Job:
+        """Make a job that the store holds known to Redis, and have its model's workers told; harmless to repeat.
+
+        known: whether the store had it before; then a manifest says that it ended.
+        """
+        state = await self.state()
+        if known and await asyncio.to_thread(self.storage.head, layout.manifest(spec.job)) is not None:
+            return Job(
+                spec.job, self, True
+            )  # it ended; Redis may have forgotten it, and must not be told to start again
+        try:
+            created = await state.create(spec, output_url(self.storage, spec.job))
+            await tickets.send(state.redis, spec.model, 1)
+        except RedisUnavailable as error:
+            raise RedisUnavailable(
+                f"{error} The input is stored as job {spec.job}: submit it again under that id."
+            ) from error
+        return Job(spec.job, self, known or created.existed)
+
+    async def status(self, job: AnyJob) -> JobStatus:
+        """The job as it is now. A job that ended long ago is read from its manifest.
+
+        Raises JobNotFound.
+        """
+        name = _id(job)
+        known = await (await self.state()).status(name)
+        return known if known is not None else await asyncio.to_thread(remembered, self.storage, name)
+
+    async def watch(
+        self, job: AnyJob, *, poll: float = POLL_S, patience: float = 60.0
+    ) -> AsyncIterator[JobStatus]:
+        """The status now, then whenever it changed, until the job has ended; the last one is terminal.
+
+        poll: seconds between looks while no event comes. patience: seconds that Redis may be away, or may
+        have lost the job while a worker rebuilds it from its objects.
+        """
+        name = _id(job)
+        status = last = await self.status(name)
+        yield status
+        read, lost_since = "$", None
+        while not status.terminal:
+            try:
+                state = await self.state()
+                events = await state.events(name, read, block_ms=max(1, int(poll * 1000)))
+                read = events[-1].id if events else read
+                status = await self.status(name)
+                lost_since = None
+            except (RedisUnavailable, JobNotFound):
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since > patience:
+                    raise
+                await asyncio.sleep(poll)
+            if status != last:
+                yield status
+            last = status
+
+    async def wait(
+        self,
+        job: AnyJob,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 (a caller looks for it here)
+        check: bool = False,
+    ) -> JobStatus:
+        """The status that the job ended with: completed, failed, expired or cancelled.
+
+        timeout: seconds, then TimeoutError is raised and the job goes on. check: raise JobFailed when it
+        failed.
+        """
+        name = _id(job)
+        try:
+            async with asyncio.timeout(timeout):
+                async for status in self.watch(name):
+                    last = status
+        except TimeoutError:
+            raise TimeoutError(f"Job {name} has not ended after {timeout:g} s; it goes on.") from None
+        if check and last.state == "failed":
+            raise JobFailed(f"Job {name} failed: {last.error_message or last.error_code}", last.error_code)
+        return last
+
+    def results(self, job: AnyJob, *, partial: bool = False) -> AsyncResults:
+        """The job's rows in input order: `async for row in …`, or `await ….list()`, `.table()` (Arrow),
+        `.batches()`.
+
+        Read from the store, so also long after Redis has forgotten the job. partial: the committed parts of a
+        job that still runs; without it reading one raises JobConflict.
+        """
+        return AsyncResults(Results(self.storage, _id(job), partial=partial))
+
+    async def cancel(self, job: AnyJob) -> CancelOutcome:
+        """Stop the job: finished rows are kept, the rest become error rows (`batch_cancelled`).
+
+        Running workers drain it within seconds. Where none serves its model, what is left needs no engine and
+        is done here. Cancelling again is harmless, and finishes what a worker that died since has left. A job
+        that is finalizing or has ended is not cancelled (`accepted` is false). Raises JobNotFound.
+        """
+        name = _id(job)
+        state = await self.state()
+        status = await self.status(name)
+        if status.terminal or status.state == "finalizing":
+            return CancelOutcome(status.state, status.state == "cancelled")
+        # The store first: a Redis that is lost now must not bring the job back to life.
+        stop, _ = await asyncio.to_thread(
+            decide, self.storage, layout.stop(name), {"reason": "cancelled", "at": time.time()}
+        )
+        outcome = await state.stop(name, stop["reason"])
+        if not await self._served(status.model):
+            from pagemill.jobs.settle import settle_job  # Arrow takes a quarter of a second to load
+
+            await settle_job(state, self.storage, name, status.model)
+        status = await self.status(name)
+        return CancelOutcome(status.state, outcome.accepted and stop["reason"] == "cancelled")
+
+    async def list(
+        self, *, limit: int = 50, state: str | None = None, model: str | None = None
+    ) -> builtins.list[JobStatus]:
+        """The newest jobs that Redis knows, newest first; of one state or one model where given."""
+        redis, found, offset = await self.state(), builtins.list[JobStatus](), 0
+        while len(found) < limit:
+            page = await redis.list_jobs(max(limit, PAGE), offset)
+            found += [s for s in page if state in (None, s.state) and model in (None, s.model)]
+            if len(page) < PAGE:
+                break
+            offset += len(page)
+        return found[:limit]
+
+    async def workers(self) -> builtins.list[WorkerInfo]:
+        """Workers with a recent heartbeat."""
+        return await (await self.state()).workers()
+
+    async def _served(self, model: str) -> bool:
+        return any(model in worker.models for worker in await self.workers())
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A submitted job: its id, and the client's methods with the id filled in.
+
+    existed: submitting found the very same job instead of making one.
+    """
+
+    id: str
+    client: Client = field(repr=False, compare=False)
+    existed: bool = field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        return self.id
+
+    async def status(self) -> JobStatus:
+        """See `Client.status`."""
+        return await self.client.status(self.id)
+
+    def watch(self, *, poll: float = POLL_S) -> AsyncIterator[JobStatus]:
+        """See `Client.watch`."""
+        return self.client.watch(self.id, poll=poll)
+
+    async def wait(
+        self,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        check: bool = False,
+    ) -> JobStatus:
+        """See `Client.wait`."""
+        return await self.client.wait(self.id, timeout=timeout, check=check)
+
+    def results(self, *, partial: bool = False) -> AsyncResults:
+        """See `Client.results`."""
+        return self.client.results(self.id, partial=partial)
+
+    async def cancel(self) -> CancelOutcome:
+        """See `Client.cancel`."""
+        return await self.client.cancel(self.id)
+
+
+def _id(job: AnyJob) -> str:
+    return check_job_id(job if isinstance(job, str) else job.id)
+
+
+def _chosen_id(job_id: str | None, idempotency_key: str | None) -> str | None:
+    if job_id is not None and idempotency_key is not None:
+        raise UsageError("Give a job_id or an idempotency_key, not both: each names the job.")
+    if idempotency_key is not None:
+        return "key-" + hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]
+    return None if job_id is None else check_job_id(job_id)
+
+
+def _moment(deadline: When | None) -> float | None:
+    """A deadline as seconds since the epoch."""
+    if deadline is None:
+        return None
+    if isinstance(deadline, datetime):
+        if deadline.tzinfo is None:
+            raise UsageError("The deadline has no time zone; give one: datetime.now(timezone.utc) + …")
+        moment = deadline.timestamp()
+    else:
+        moment = time.time() + _seconds(deadline)
+    if moment <= time.time():
+        raise UsageError("The deadline has passed already.")
+    return moment
+
+
+def _seconds(span: timedelta | float) -> float:
+    return span.total_seconds() if isinstance(span, timedelta) else float(span)

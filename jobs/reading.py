@@ -1,0 +1,105 @@
+"""A job's results as Python wants them: rows, lists, Arrow tables and record batches, in input order.
+
+Two faces of one thing: `Results` blocks and is iterated with `for`; `AsyncResults` wraps one and is iterated
+with `async for`, reading in a thread. Both are lazy, may be read again, and hold one bounded merge at a time.
+This room may not know Redis: results are read from the store alone, so they outlive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+
+from pagemill.jobs.storage import Storage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pagemill.jobs.result import ResultRow
+
+# Arrow takes a quarter of a second to load, which submitting and asking for a status need not pay: it is
+# imported where rows are read.
+
+T = TypeVar("T")
+ROWS_A_HOP = 256
+
+
+class Results:
+    """Rows of one job in input order.
+
+    partial: read what is committed so far, in the same order and with gaps; otherwise reading a job that has
+    not ended raises JobConflict. Any read raises JobNotFound where the store has no such job, and
+    StorageError.
+    """
+
+    def __init__(self, storage: Storage, job: str, *, partial: bool = False) -> None:
+        self.storage = storage
+        self.job = job
+        self.partial = partial
+
+    def __iter__(self) -> Iterator[ResultRow]:
+        from pagemill.jobs.results import iter_results
+
+        return iter_results(self.storage, self.job, partial=self.partial)
+
+    def list(self) -> list[ResultRow]:
+        """All rows in memory."""
+        return list(self)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """All rows as Arrow record batches of one explicit schema (`pagemill.jobs.result.SCHEMA`)."""
+        from pagemill.jobs.results import iter_batches
+
+        return iter_batches(self.storage, self.job, partial=self.partial)
+
+    def table(self) -> pa.Table:
+        """All rows as one Arrow table; `.to_pandas()` and polars.from_arrow go on from there."""
+        import pyarrow as pa
+
+        from pagemill.jobs.result import SCHEMA
+
+        return pa.Table.from_batches(self.batches(), SCHEMA)
+
+    def write_jsonl(self, output: BinaryIO) -> int:
+        """Every row as one JSON object a line; returns how many."""
+        from pagemill.jobs.results import to_jsonl
+
+        return to_jsonl(self, output)
+
+    def write_openai(self, output: BinaryIO, errors: BinaryIO) -> tuple[int, int]:
+        """OpenAI's batch output and error files; returns the number of lines in each."""
+        from pagemill.jobs.results import to_openai
+
+        return to_openai(self, output, errors)
+
+
+class AsyncResults:
+    """`async for row in results`, or `await results.list()` and `.table()`: see `Results`."""
+
+    def __init__(self, sync: Results) -> None:
+        self.sync = sync
+
+    def __aiter__(self) -> AsyncIterator[ResultRow]:
+        return threaded(self.sync.__iter__)
+
+    async def list(self) -> list[ResultRow]:
+        """All rows in memory."""
+        return await asyncio.to_thread(self.sync.list)
+
+    def batches(self) -> AsyncIterator[pa.RecordBatch]:
+        """All rows as Arrow record batches."""
+        return threaded(self.sync.batches, 1)
+
+    async def table(self) -> pa.Table:
+        """All rows as one Arrow table."""
+        return await asyncio.to_thread(self.sync.table)
+
+
+async def threaded(start: Callable[[], Iterator[T]], hop: int = ROWS_A_HOP) -> AsyncIterator[T]:
+    """A blocking iterator for an event loop: `hop` items are drawn in a thread at a time."""
+    iterator = await asyncio.to_thread(start)
+    while items := await asyncio.to_thread(lambda: list(islice(iterator, hop))):
+        for item in items:
+            yield item

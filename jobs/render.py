@@ -1,0 +1,266 @@
+"""What people see: a job's status, a list of jobs, a table of results, and progress while a job runs.
+
+On a terminal: colours, bars, lines cut to its width. Piped: plain lines, tabs between fields, nothing cut.
+Text from a model or a file never reaches a terminal with its control characters. This room knows what a job
+looks like and may not know how to reach one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from pagemill.jobs.status import JobStatus
+
+if TYPE_CHECKING:
+    from pagemill.jobs.result import ResultRow
+
+COLOURS = {
+    "completed": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "expired": "yellow",
+    "cancelling": "yellow",
+    "expiring": "yellow",
+    "failing": "red",
+}
+PLAIN_EVERY_S = 5.0
+
+
+def say(line: str) -> None:
+    """A note for the person at the terminal; never part of a command's output."""
+    print(line, file=sys.stderr)
+
+
+def print_json(document: Any, *, lines: bool = False) -> None:
+    """One JSON document: indented for eyes, one line for programs (and where several follow each other)."""
+    indent = 2 if sys.stdout.isatty() and not lines else None
+    print(json.dumps(document, ensure_ascii=False, indent=indent), flush=True)
+
+
+def status_document(status: JobStatus) -> dict[str, Any]:
+    """A status as JSON: the public fields of the job's hash, unset ones null."""
+    return asdict(status)
+
+
+def print_status(status: JobStatus) -> None:
+    """One job, a field a line."""
+    fields: dict[str, str] = {
+        "job": status.job,
+        "state": status.state,
+        "blocked": status.blocked_reason,
+        "model": status.model,
+        "rows": rows_text(status),
+        "tokens": tokens_text(status),
+        "shards": f"{status.shards_done:,} of {status.shards_total:,}" if status.shards_total else "",
+        "speed": speed_text(status),
+        "created": moment(status.created_at),
+        "started": moment(status.started_at),
+        "finished": moment(status.finished_at),
+        "expires": moment(status.expires_at),
+        "output": status.output,
+        "error": ": ".join(filter(None, (status.error_code, status.error_message))),
+    }
+    print_fields(fields, {"state": COLOURS.get(status.state, ""), "error": "red", "blocked": "yellow"})
+
+
+def print_fields(fields: Mapping[str, str], colours: Mapping[str, str] | None = None) -> None:
+    """Named values, one a line; empty ones are left out."""
+    shown = {name: harmless(value) for name, value in fields.items() if value}
+    width = max(map(len, shown), default=0)
+    console = Console(soft_wrap=True, highlight=False)
+    for name, value in shown.items():
+        console.print(
+            Text(f"{name.ljust(width)}  ", "dim").append(Text(value, (colours or {}).get(name, "default")))
+        )
+
+
+def print_jobs(jobs: Iterable[JobStatus]) -> None:
+    """Jobs, one a line."""
+    if not sys.stdout.isatty():
+        for job in jobs:
+            counts = (job.completed, job.failed, job.total)
+            print(job.job, job.state, job.model, *counts, moment(job.created_at), sep="\t")
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("job", "state", "model"):
+        table.add_column(name)
+    for name in ("done", "failed", "rows"):
+        table.add_column(name, justify="right")
+    table.add_column("created")
+    for job in jobs:
+        state = Text(job.state + (" (blocked)" if job.blocked_reason else ""), COLOURS.get(job.state, ""))
+        figures = [f"{n:,}" for n in (job.completed, job.failed, job.total)]
+        table.add_row(Text(job.job), state, Text(job.model), *figures, moment(job.created_at))
+    Console().print(table)
+
+
+def print_results(rows: Iterable[ResultRow]) -> int:
+    """Results, one a line, as they are read; returns how many."""
+    count = 0
+    if not sys.stdout.isatty():
+        for row in rows:
+            print(row.row_index, harmless(row.custom_id), row.status, harmless(_answer(row)), sep="\t")
+            count += 1
+        return count
+    console = Console(highlight=False)
+    rest = max(20, console.width - 7 - 17 - 2)
+    for row in rows:
+        count += 1
+        line = Text(f"{row.row_index:>5}  ", "dim")
+        line.append(_fit(harmless(row.custom_id), 15) + "  ", "cyan")
+        line.append(_fit(harmless(_answer(row)), rest).rstrip(), "red" if row.status == "failed" else "")
+        console.print(line, no_wrap=True, overflow="ignore", crop=True)
+    return count
+
+
+def _answer(row: ResultRow) -> str:
+    if row.status == "failed":
+        return f"{row.error_code}: {row.error_message}"
+    return row.text or ""
+
+
+def _fit(text: str, width: int) -> str:
+    return text.ljust(width) if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+def harmless(text: str) -> str:
+    """One line that cannot move the cursor, ring the bell or change a terminal's title."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _ESCAPES.get(c, f"\\x{ord(c):02x}") for c in text)
+
+
+_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def moment(seconds: float | None) -> str:
+    """A time in the reader's zone; empty when there is none."""
+    return (
+        "" if seconds is None else datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    )
+
+
+def span(seconds: float) -> str:
+    """A length of time: 42 s, 3:05, 2:00:00."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def rows_text(status: JobStatus) -> str:
+    """How many rows are done, of how many."""
+    if not status.total:
+        return "" if not status.terminal else "0"
+    failed = f", {status.failed:,} failed" if status.failed else ""
+    return f"{status.completed + status.failed:,} of {status.total:,}{failed}"
+
+
+def tokens_text(status: JobStatus) -> str:
+    """Tokens read and written so far."""
+    cached = f" ({status.cached_tokens:,} cached)" if status.cached_tokens else ""
+    return f"{status.prompt_tokens:,} in{cached}, {status.completion_tokens:,} out"
+
+
+def speed_text(status: JobStatus) -> str:
+    """What is going on now; empty when nothing is."""
+    parts = []
+    if status.tokens_per_second:
+        parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
+    if status.eta_seconds is not None and not status.terminal:
+        parts.append(f"{span(status.eta_seconds)} left")
+    if status.workers_active:
+        parts.append(f"{status.workers_active} worker{'s' * (status.workers_active > 1)}")
+    return ", ".join(parts)
+
+
+def summary(status: JobStatus) -> str:
+    """A status in one line."""
+    parts = [status.state, rows_text(status), speed_text(status)]
+    if status.blocked_reason and not status.terminal:
+        parts.append(f"blocked: {harmless(status.blocked_reason)}")
+    if status.error_code:
+        parts.append(harmless(f"{status.error_code}: {status.error_message}"))
+    return " · ".join(filter(None, parts))
+
+
+class Follower:
+    """Shows statuses as they come: a bar where `console` is a terminal, else a line when there is news.
+
+    A line comes with each change of state or of what blocks the job, and otherwise every few seconds.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._said = ""
+        self._said_at = float("-inf")
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    async def follow(self, statuses: AsyncIterator[JobStatus]) -> JobStatus:
+        """The last status."""
+        last: JobStatus | None = None
+        try:
+            async for last in statuses:
+                self.show(last)
+        finally:
+            self.close()
+        assert last is not None  # watching yields at least once or raises
+        if self.console.is_terminal:
+            self._line(last)
+        return last
+
+    def show(self, status: JobStatus) -> None:
+        """One status."""
+        if self.console.is_terminal:
+            self._draw(status)
+            return
+        news = f"{status.state}{status.blocked_reason}"
+        if news != self._said or time.monotonic() - self._said_at >= PLAIN_EVERY_S:
+            self._said, self._said_at = news, time.monotonic()
+            self._line(status)
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _line(self, status: JobStatus) -> None:
+        self.console.print(Text(summary(status), COLOURS.get(status.state, "")), soft_wrap=True)
+
+    def _draw(self, status: JobStatus) -> None:
+        if self._bar is None:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[now]}"),
+            )
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._task = self._bar.add_task("", total=None, now="")
+            self._bar.start()
+        assert self._task is not None
+        now = f"blocked: {harmless(status.blocked_reason)}" if status.blocked_reason else speed_text(status)
+        failed = f"[red]{status.failed:,} failed[/red] " if status.failed else ""
+        self._bar.update(
+            self._task,
+            description=status.state,
+            total=status.total or None,
+            completed=status.completed + status.failed,
+            now=failed + now.replace("[", "\\["),
+        )
