@@ -1,0 +1,370 @@
+"""The engine as the worker sees it: rows in, completions out, whatever happens to its process.
+
+The engine lives in a child process, so that the worker's event loop never waits for it and a dead engine is a
+restart instead of a dead worker. The host holds every row that is down there, restarts a child that died or
+hangs, and sends its rows again; a row that keeps killing it ends as `poison_row`. It may not know jobs,
+leases or storage. The simulated engine sits behind this same interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagemill.jobs.errors import ModelError
+from pagemill.worker.blame import DEATHS_ALONE, Quarantine
+from pagemill.worker.engine_process import EngineProcess, Message
+from pagemill.worker.wire import encode
+
+log = logging.getLogger("pagemill.engine")
+
+Sink = Callable[[Message], None]
+TICK_S = 1.0
+LOADS = 2  # a model that failed to load this often in a row will not load by itself
+BARREN_LIVES = 4  # lives in a row that ended without finishing a row, and with no row to suspect
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """start: what the child is to load (engine_child.py). rows, bytes: most that may be in it at once."""
+
+    start: Mapping[str, Any]
+    rows: int = 128
+    bytes: int = 64 << 20
+    load_timeout_s: float = 1800.0
+    stall_timeout_s: float = 900.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a loaded engine said about itself."""
+
+    model: str
+    fingerprint: str
+    dtype: str
+    device: str
+    context: int
+    kv_tokens: int
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """A look from outside; `figures` is the child's last word (tokens, blocks, steps)."""
+
+    up: bool
+    pid: int | None
+    restarts: int
+    rows_in_flight: int
+    figures: Mapping[str, float]
+
+
+class Credits:
+    """How many rows, and how many of their bytes, may be down in the child. First come, first served.
+
+    A row larger than all the bytes goes alone.
+    """
+
+    def __init__(self, rows: int, size: int) -> None:
+        self._limit, self._rows, self._bytes = rows, rows, size
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size: int) -> None:
+        if not self._waiters and self._fits(size):
+            self._move(-1, -size)
+            return
+        granted = asyncio.get_running_loop().create_future()
+        self._waiters.append((size, granted))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():
+                self.give(size)  # granted in the same moment as cancelled
+            else:
+                granted.cancel()
+                self._grant()  # it may have been the one at the head that did not fit
+            raise
+
+    def give(self, size: int) -> None:
+        self._move(1, size)
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiters:
+            size, granted = self._waiters[0]
+            if not granted.done():
+                if not self._fits(size):
+                    return
+                self._move(-1, -size)
+                granted.set_result(None)
+            self._waiters.popleft()
+
+    def _fits(self, size: int) -> bool:
+        return self._rows == self._limit or (self._rows > 0 and self._bytes >= size)
+
+    def _move(self, rows: int, size: int) -> None:
+        self._rows += rows
+        self._bytes += size
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A row that holds a credit. sink is None once nobody wants its completion."""
+
+    line: bytes
+    sink: Sink | None
+    sent: bool = False
+
+
+class EngineHost:
+    """Start it, submit rows, close it. Completions arrive through each row's sink, in this event loop."""
+
+    def __init__(self, config: HostConfig) -> None:
+        self._config = config
+        self._credits = Credits(config.rows, config.bytes)
+        self._rows: dict[str, _Row] = {}
+        self._quarantine = Quarantine()
+        self._child: EngineProcess | None = None
+        self._ready: asyncio.Future[EngineInfo] | None = None
+        self._up = False
+        self._figures: Mapping[str, float] = {}
+        self._restarts = 0
+        self._finished_in_this_life = 0
+        self._living: asyncio.Task[None] | None = None
+        self._broken: asyncio.Future[None] | None = None
+
+    async def start(self) -> EngineInfo:
+        """Load the model. Raises ModelError when it does not load."""
+        assert self._living is None, "started twice"
+        self._broken = asyncio.get_running_loop().create_future()
+        self._ready = asyncio.get_running_loop().create_future()
+        self._living = asyncio.create_task(self._live(), name="engine host")
+        ends: set[asyncio.Future[Any]] = {self._ready, self._broken}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._broken.done():
+            self._broken.result()
+        return self._ready.result()
+
+    async def broken(self) -> None:
+        """Waits; raises ModelError when the engine can't be kept alive: the worker's end, and no job's."""
+        assert self._broken is not None, "not started"
+        await asyncio.shield(self._broken)
+
+    async def submit(
+        self,
+        rid: str,
+        row: Mapping[str, Any],
+        sink: Sink,
+        *,
+        context: int | None = None,
+        special: str = "text",
+        priority: int = 0,
+    ) -> None:
+        """Hand a row down, waiting for a credit. `rid` must be new: it carries the fence of its lease."""
+        message = {"rid": rid, "row": row, "context": context, "special": special, "priority": priority}
+        line = encode(message)
+        await self._credits.take(len(line))
+        assert rid not in self._rows, f"{rid} is already in the engine"
+        self._rows[rid] = _Row(line, sink)
+        self._send(rid)
+
+    def abort(self, rids: Iterable[str]) -> None:
+        """Forget rows. Their sinks are never called again; their credits return when the child lets go."""
+        sent = []
+        for rid in rids:
+            row = self._rows.get(rid)
+            if row is None:
+                continue
+            row.sink = None
+            if row.sent:
+                sent.append(rid)
+            else:
+                self._end(rid)
+        if sent and self._child is not None:
+            self._child.tell({"op": "abort", "rids": sent})
+
+    def health(self) -> EngineHealth:
+        pid = self._child.pid if self._child is not None and self._up else None
+        return EngineHealth(self._up, pid, self._restarts, len(self._rows), self._figures)
+
+    async def close(self) -> None:
+        """Stop the child. Rows still down there are forgotten."""
+        if self._living is not None:
+            self._living.cancel()
+            await asyncio.wait([self._living])
+            self._living = None
+        if self._child is not None:
+            await self._child.close()
+            self._child = None
+        self._up = False
+        if self._broken is not None and not self._broken.done():
+            self._broken.cancel()
+
+    # -- one life after another ------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        failed_loads = barren = 0
+        assert self._broken is not None
+        while True:
+            trouble = await self._one_life()
+            if trouble is not None:
+                failed_loads += 1
+                # The first load decides at once: nothing has ever shown that it could work.
+                if failed_loads >= LOADS or self._restarts == 0:
+                    self._broken.set_exception(ModelError(trouble))
+                    self._broken.exception()  # seen: it is raised to whoever asks
+                    return
+            else:
+                failed_loads = 0
+                barren = 0 if self._finished_in_this_life or self._quarantine.group else barren + 1
+            if barren >= BARREN_LIVES:
+                how = self._child.how_it_ended() if self._child is not None else "died"
+                sentence = f"The engine's process {how} {barren} times in a row without finishing a row."
+                self._broken.set_exception(ModelError(sentence))
+                self._broken.exception()
+                return
+            self._restarts += 1
+            await asyncio.sleep(0.25 * (failed_loads + barren))
+
+    async def _one_life(self) -> str | None:
+        """Start a child and stay with it to its end. Returns what went wrong if it never got ready."""
+        if self._child is not None:
+            await self._child.close()
+        self._child = child = EngineProcess(self._on_data, self._on_control)
+        self._finished_in_this_life = 0
+        self._loaded = asyncio.get_running_loop().create_future()
+        try:
+            await child.start(
+                {"op": "start", "rows": self._config.rows, **self._config.start}, dict(self._config.env)
+            )
+        except OSError as error:
+            return f"The engine's process cannot be started: {error.strerror or error}."
+        ended = asyncio.create_task(child.ended.wait())
+        try:
+            await asyncio.wait(
+                [ended, self._loaded], timeout=self._config.load_timeout_s, return_when="FIRST_COMPLETED"
+            )
+            trouble = self._load_outcome(child, ended.done())
+            if trouble is not None:
+                child.kill()
+                return trouble
+            self._up = True
+            self._resume()
+            await self._stay_with(child, ended)
+        finally:
+            self._up = False
+            ended.cancel()
+        self._mourn(child)
+        return None
+
+    def _load_outcome(self, child: EngineProcess, ended: bool) -> str | None:
+        loaded: asyncio.Future[Message] = self._loaded
+        if not loaded.done():
+            if not ended:
+                return f"The model did not load within {self._config.load_timeout_s:g} s."
+            words = child.last_words()
+            return f"The engine's process {child.how_it_ended()} while loading the model" + (
+                f": {words}" if words else "."
+            )
+        message = loaded.result()
+        if message["op"] == "failed":
+            return str(message["message"])
+        info = EngineInfo(**{name: message[name] for name in EngineInfo.__slots__})
+        log.info(
+            "engine ready: pid %d, %s, %s on %s, context %d, %d tokens of KV, loaded in %.1f s",
+            *(
+                child.pid,
+                info.model,
+                info.dtype,
+                info.device,
+                info.context,
+                info.kv_tokens,
+                info.load_seconds,
+            ),
+        )
+        assert self._ready is not None
+        if not self._ready.done():
+            self._ready.set_result(info)
+        elif self._ready.result().fingerprint != info.fingerprint:
+            return "The model's files changed under a running worker; start it again to serve the new ones."
+        return None
+
+    async def _stay_with(self, child: EngineProcess, ended: asyncio.Task[Any]) -> None:
+        """Until it ends; kill it when its running step makes no progress for too long.
+
+        Time is counted in ticks of this loop, each at most TICK_S: a watcher that was frozen itself blames
+        nobody.
+        """
+        stalled, last = 0.0, -1.0
+        while not ended.done():
+            await asyncio.wait([ended], timeout=TICK_S)
+            step = self._figures.get("steps", 0.0)
+            stalled = stalled + TICK_S if self._figures.get("running", 0) and step == last else 0.0
+            last = step
+            if stalled >= self._config.stall_timeout_s:
+                log.error("the engine made no step for %.0f s; its process is killed", stalled)
+                child.kill()
+                await ended
+
+    def _mourn(self, child: EngineProcess) -> None:
+        """The child died: judge its suspects, and mark every other row to be sent again."""
+        for rid in [rid for rid, row in self._rows.items() if row.sink is None]:
+            self._end(rid)
+        for row in self._rows.values():
+            row.sent = False
+        suspects = child.suspects() & self._rows.keys()
+        how = child.how_it_ended()
+        log.warning("the engine's process %s with %d rows in its step; starting it again", how, len(suspects))
+        for rid in self._quarantine.crashed(suspects):
+            log.error("row %s is poison: a fresh engine died with it alone %d times", rid, DEATHS_ALONE)
+            message = f"The engine's process {how} while running this row alone, {DEATHS_ALONE} times."
+            self._deliver(
+                {"rid": rid, "status": "failed", "error_code": "poison_row", "error_message": message}
+            )
+
+    # -- rows ------------------------------------------------------------------------------------------
+
+    def _send(self, rid: str) -> None:
+        row = self._rows[rid]
+        if self._up and self._child is not None and not row.sent and not self._quarantine.holds(rid):
+            row.sent = True
+            self._child.send(row.line)
+
+    def _resume(self) -> None:
+        for rid in list(self._rows):
+            self._send(rid)
+
+    def _on_data(self, message: Message) -> None:
+        self._finished_in_this_life += 1
+        self._deliver(message)
+
+    def _deliver(self, message: Message) -> None:
+        rid = str(message["rid"])
+        row = self._rows.get(rid)
+        if row is None:
+            return
+        if message["status"] == "aborted" and row.sink is not None:
+            # An abort of an earlier row of that id, which had ended when the abort came down.
+            row.sent = False
+            self._send(rid)
+            return
+        self._end(rid)
+        if row.sink is not None:
+            row.sink(message)
+
+    def _end(self, rid: str) -> None:
+        row = self._rows.pop(rid)
+        self._credits.give(len(row.line))
+        if self._quarantine.done(rid):
+            self._resume()
+
+    def _on_control(self, message: Message) -> None:
+        if message["op"] == "beat":
+            self._figures = message["figures"]
+        elif message["op"] in ("ready", "failed") and not self._loaded.done():
+            self._loaded.set_result(message)

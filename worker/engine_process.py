@@ -1,0 +1,181 @@
+"""One life of the engine's process: start it, talk to it, notice its end.
+
+It owns the two socket pairs, the board and the exit code of one child. It may not know rows, credits or what
+to do about a death: engine_host.py does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pagemill.worker.wire import Board, Lines, board_file, encode
+
+log = logging.getLogger("pagemill.engine")
+
+Message = dict[str, Any]
+LAST_WORDS = 20
+
+
+class _Channel(asyncio.Protocol):
+    """Our end of one pair. It reads whatever else happens, so that the child never blocks on writing."""
+
+    def __init__(self, on_line: Callable[[Message], None], on_end: Callable[[], None]) -> None:
+        self._on_line, self._on_end, self._lines = on_line, on_end, Lines()
+
+    def data_received(self, data: bytes) -> None:
+        for line in self._lines.feed(data):
+            self._on_line(json.loads(line))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_end()
+
+
+class EngineProcess:
+    """A started child. `on_data` and `on_control` get its messages, in this event loop.
+
+    `ended` is done when the process is gone and everything that it said has been read.
+    """
+
+    def __init__(self, on_data: Callable[[Message], None], on_control: Callable[[Message], None]) -> None:
+        self._on_data, self._on_control = on_data, on_control
+        self._words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._data: asyncio.WriteTransport | None = None
+        self._control: asyncio.WriteTransport | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._board: Board | None = None
+        self._closed = [asyncio.Event(), asyncio.Event()]
+        self._watching: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, start: Message, env: dict[str, str]) -> None:
+        """Start the process and tell it what to load; its `ready` or `failed` arrives on control."""
+        ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+        fd = board_file()
+        try:
+            self._board = Board(fd)
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "pagemill.worker.engine_child"),
+                *(str(end) for end in (theirs[0].fileno(), theirs[1].fileno(), fd)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(theirs[0].fileno(), theirs[1].fileno(), fd),
+                env={**os.environ, **env},
+                start_new_session=True,  # ^C at the terminal is the worker's to handle
+            )
+        except BaseException:
+            for end in ours:
+                end.close()
+            raise
+        finally:
+            os.close(fd)
+            for end in theirs:
+                end.close()
+        self._data = await self._connect(ours[0], self._on_data, self._closed[0])
+        self._control = await self._connect(ours[1], self._on_control, self._closed[1])
+        self._watching = asyncio.create_task(self._watch(), name="engine process")
+        self.tell(start)
+
+    async def _connect(
+        self, end: socket.socket, on_line: Callable[[Message], None], closed: asyncio.Event
+    ) -> asyncio.WriteTransport:
+        end.setblocking(False)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.create_connection(lambda: _Channel(on_line, closed.set), sock=end)
+        return transport
+
+    def send(self, line: bytes) -> None:
+        """A row's line. Never waits: credits bound what can be unread."""
+        if self._data is not None and not self._data.is_closing():
+            self._data.write(line)
+
+    def tell(self, message: Message) -> None:
+        """A control message; it overtakes rows."""
+        if self._control is not None and not self._control.is_closing():
+            self._control.write(encode(message))
+
+    async def _watch(self) -> None:
+        """Wait for the end: of either channel or of the process, whichever comes first, then of all three."""
+        assert self._process is not None
+        reading = asyncio.create_task(self._read_output(), name="engine output")
+        ends = [asyncio.create_task(event.wait()) for event in self._closed]
+        waiting = asyncio.create_task(self._process.wait())
+        await asyncio.wait([*ends, waiting], return_when=asyncio.FIRST_COMPLETED)
+        # A child with half its ends gone is of no use, and a stuck one may not notice: give it a moment.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(waiting), timeout=1.0)
+        self.kill()
+        await waiting
+        await asyncio.wait(ends, timeout=1.0)  # what it still managed to say
+        for task in ends:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):  # a grandchild could hold its output open
+            await asyncio.wait_for(reading, timeout=1.0)
+        self._hang_up()
+        self.ended.set()
+
+    async def _read_output(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        lines = Lines()
+        while chunk := await self._process.stdout.read(1 << 16):
+            for line in lines.feed(chunk):
+                text = line.decode(errors="replace").rstrip()
+                if text:
+                    self._words.append(text)
+                    log.info("%s", text)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self._process is not None and self._process.returncode is None:
+                self._process.send_signal(signal.SIGKILL)
+
+    def suspects(self) -> set[str]:
+        """Ids of the rows that it was working on; meaningful once it has ended."""
+        return self._board.suspects() if self._board is not None else set()
+
+    def how_it_ended(self) -> str:
+        """For a sentence: "was killed by SIGKILL", "exited with 1"."""
+        code = self._process.returncode if self._process is not None else None
+        if code is None:
+            return "is gone"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by signal {-code}"
+        return f"exited with {code}"
+
+    def last_words(self) -> str:
+        return self._words[-1] if self._words else ""
+
+    async def close(self, patience_s: float = 0.5) -> None:
+        """Ask it to go, then make it."""
+        if self._watching is None:
+            return
+        self.tell({"op": "shutdown"})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended.wait(), timeout=patience_s)
+        self.kill()
+        await self._watching
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def _hang_up(self) -> None:
+        for transport in (self._data, self._control):
+            if transport is not None:
+                transport.abort()

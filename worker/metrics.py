@@ -1,0 +1,82 @@
+"""Figures for Prometheus, and for the worker's own reports. Counting only: nothing here decides anything.
+
+Each worker has a registry of its own, so that two of them in one process (a test, a one-shot run) do not
+meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Thread
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from pagemill.jobs.errors import UsageError
+
+
+class _Server(Protocol):
+    def shutdown(self) -> None: ...
+    def server_close(self) -> None: ...
+
+
+class Figures:
+    """Counters are since the worker's start; the engine's gauges are its process's last word."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.rows = self._counter("rows", "Rows that ended, by how.", "status")
+        self.tokens = self._counter("tokens", "Tokens of ended rows, by kind.", "kind")
+        self.leases = self._counter("leases", "Tasks leased, by kind.", "kind")
+        self.tasks = self._counter("tasks", "Tasks that ended here, by kind and how.", "kind", "outcome")
+        self.segments = self._counter("segments", "Segments sealed.")
+        self.storage_refusals = self._counter("storage_refusals", "Storage calls that had to be tried again.")
+        self.engine_restarts = self._gauge("engine_restarts", "Times the engine's process was started again.")
+        self.rows_in_flight = self._gauge("rows_in_flight", "Rows in the engine's process.")
+        self.slots_busy = self._gauge("slots_busy", "Tasks running.")
+        self.engine = self._gauge("engine", "The engine's own figures, by name.", "figure")
+        self._server: tuple[_Server, Thread] | None = None
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"pagemill_{name}", what, labels, registry=self.registry)
+
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"pagemill_{name}", what, labels, registry=self.registry)
+
+    def row(self, status: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
+        """One row ended."""
+        self.rows.labels(status).inc()
+        for kind, count in (
+            ("prompt", prompt_tokens),
+            ("completion", completion_tokens),
+            ("cached", cached_tokens),
+        ):
+            if count:
+                self.tokens.labels(kind).inc(count)
+
+    def look(self, restarts: int, rows_in_flight: int, slots_busy: int, engine: Mapping[str, float]) -> None:
+        """Once a second: what is running."""
+        self.engine_restarts.set(restarts)
+        self.rows_in_flight.set(rows_in_flight)
+        self.slots_busy.set(slots_busy)
+        for name, value in engine.items():
+            self.engine.labels(name).set(value)
+
+    def serve(self, port: int) -> int:
+        """Answer Prometheus on this loopback port (0: any free one); returns the port."""
+        try:
+            server, thread = start_http_server(port, addr="127.0.0.1", registry=self.registry)
+        except OSError as error:
+            raise UsageError(
+                f"Port {port} for metrics cannot be used: {error.strerror}; choose another."
+            ) from error
+        self._server = (server, thread)
+        return int(server.server_port)
+
+    def close(self) -> None:
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._server = None

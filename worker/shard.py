@@ -1,0 +1,286 @@
+"""Run one shard: its rows through the engine, finished ones sealed as they come, all of them committed once.
+
+    commit record there?  adopt it                 stopped   what is finished is kept, the rest are error rows
+    sealed segments       those rows are done      lost      stop, and publish nothing more
+    the rest              into the engine          leaving   seal what is finished; the next holder goes on
+
+A row's failure is a row's result, and never the shard's. This room may not know how tasks are leased, nor
+what runs the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from pagemill.jobs import layout
+from pagemill.jobs.commit import RowsDoNotMatch, commit_shard, read_commit, read_sealed, write_segment
+from pagemill.jobs.parquet import ResultRow, to_json
+from pagemill.jobs.plan import read_shard
+from pagemill.jobs.row import Row
+from pagemill.jobs.settle import stopped_row
+from pagemill.jobs.spec import JobSpec
+from pagemill.jobs.state import LeaseLost
+from pagemill.jobs.status import StopReason, Totals
+from pagemill.jobs.storage import read_json
+from pagemill.worker.lease import Guard, Released
+from pagemill.worker.workshop import Workshop
+
+log = logging.getLogger("pagemill.worker")
+
+
+async def run_shard(shop: Workshop, guard: Guard, *, urgent: bool = False) -> None:
+    """Take a leased shard to its commit record. Raises Released when it is not ours to finish.
+
+    urgent: its rows go before others that wait in the engine, since nobody works on this job yet.
+    """
+    job, shard = guard.lease.job, guard.lease.shard
+    assert shard is not None
+    record = await shop.insist(guard, lambda: read_commit(shop.storage, job, shard))
+    if record is None:
+        await _heed_stop(shop, guard)
+        spec, plan = await shop.spec(guard), await shop.plan(guard)
+        entry = next(entry for entry in plan["shards"] if entry["shard"] == shard)
+        rows = await shop.insist(guard, lambda: read_shard(shop.storage, entry))
+        record = await ShardRun(shop, guard, spec, entry, rows, urgent).run()
+    await shop.state.committed(job, shard, record)
+
+
+async def _heed_stop(shop: Workshop, guard: Guard) -> None:
+    """A stop that the store knows and Redis does not (its teller died in between) counts all the same."""
+    job = guard.lease.job
+    stop = await shop.insist(guard, lambda: read_json(shop.storage, layout.stop(job)))
+    if stop is not None and guard.stop is None:
+        reason: StopReason = stop["reason"]
+        await shop.state.stop(job, reason, stop.get("error_code", ""), stop.get("error_message", ""))
+        guard.stop = reason
+
+
+class ShardRun:
+    """One lease's work on one shard."""
+
+    def __init__(
+        self,
+        shop: Workshop,
+        guard: Guard,
+        spec: JobSpec,
+        entry: dict[str, Any],
+        rows: list[Row],
+        urgent: bool,
+    ) -> None:
+        self._shop, self._guard, self._spec, self._entry = shop, guard, spec, entry
+        self._rows = {row.row_index: row for row in rows}
+        self._left = dict(self._rows)  # neither sealed nor finished
+        self._segments: list[dict[str, Any]] = []
+        self._down: set[int] = set()  # in the engine
+        self._finished: list[ResultRow] = []
+        self._oldest = 0.0  # when the oldest of them finished
+        self._seq = 0
+        self._news = asyncio.Event()
+        # Twice the priority, so that one step of urgency fits between two priorities.
+        self._priority = 2 * spec.priority + urgent
+
+    async def run(self) -> dict[str, Any]:
+        """The commit record that counts."""
+        await self._take_over()
+        while True:
+            await self._compute()
+            try:
+                return await self._commit()
+            except RowsDoNotMatch as error:
+                if error.unexpected or not error.missing or not self._segments:
+                    raise
+                log.warning("a sealed segment is gone or damaged: %s Those rows run again.", error)
+                self._left = {index: row for index, row in self._rows.items() if index in error.missing}
+
+    async def _compute(self) -> None:
+        """Until no row is left, or the job was stopped."""
+        feeding = asyncio.create_task(self._feed(), name=f"feed {self._guard.lease.task}")
+        try:
+            await self._gather(feeding)
+        finally:
+            feeding.cancel()
+            self._shop.engine.abort([self._rid(row_index) for row_index in self._down])
+            self._count_running(-len(self._down))
+            self._down.clear()
+
+    def _rid(self, row_index: int) -> str:
+        """Carries the fence, so that a row of this lease is never taken for one of another."""
+        lease = self._guard.lease
+        return f"{lease.job}/{lease.shard}/{lease.fence}/{row_index}"
+
+    # -- what earlier holders left --------------------------------------------------------------------
+
+    async def _take_over(self) -> None:
+        lease, storage = self._guard.lease, self._shop.storage
+        assert lease.shard is not None
+        recorded = await self._shop.state.segments(lease.job, lease.shard)
+        if not recorded:
+            return
+        sealed = await self._shop.insist(self._guard, lambda: read_sealed(storage, recorded))
+        for segment in sealed.lost:
+            log.warning("segment %s is gone or damaged; its rows run again", segment["key"])
+        self._segments = list(sealed.segments)
+        for row_index in sealed.row_indexes:
+            self._left.pop(row_index, None)
+        log.info("%s of %s: %d rows are sealed already", lease.task, lease.job, len(sealed.row_indexes))
+
+    # -- rows down, completions up --------------------------------------------------------------------
+
+    async def _feed(self) -> None:
+        shop = self._shop
+        for row in list(self._left.values()):
+            await shop.engine.submit(
+                self._rid(row.row_index),
+                row.to_dict(),
+                partial(self._take, row),
+                context=self._spec.context,
+                special=self._spec.special_tokens_in_content,
+                priority=self._priority,
+            )
+            self._down.add(row.row_index)
+            self._count_running(1)
+
+    def _take(self, row: Row, message: Mapping[str, Any]) -> None:
+        """A completion, in the event loop. Whatever it holds, the row has a result."""
+        self._down.discard(row.row_index)
+        self._count_running(-1)
+        try:
+            result = result_row(row, message, self._spec.model, self._guard.lease.attempt)
+        except (ValueError, KeyError, TypeError) as error:
+            log.exception("row %d: the engine's answer cannot be read", row.row_index)
+            result = ResultRow.error_row(row, "engine_error", f"The engine's answer cannot be read: {error}.")
+        self._left.pop(row.row_index, None)
+        if not self._finished:
+            self._oldest = asyncio.get_running_loop().time()
+        self._finished.append(result)
+        shop = self._shop
+        shop.figures.row(result.status, result.prompt_tokens, result.completion_tokens, result.cached_tokens)
+        if len(self._finished) in (1, shop.settings.seal_rows) or not self._left:
+            self._news.set()
+
+    def _count_running(self, change: int) -> None:
+        self._shop.rows_running[self._spec.job] += change
+
+    async def _gather(self, feeding: asyncio.Task[None]) -> None:
+        """Seal what finishes until nothing is left or the work has to stop."""
+        guard, settings = self._guard, self._shop.settings
+        while self._left and guard.stop is None:
+            if guard.leaving and not guard.lost:
+                feeding.cancel()
+                await self._seal(last=True)
+            guard.check()
+            if feeding.done() and not feeding.cancelled() and feeding.exception() is not None:
+                feeding.result()
+            due = None
+            if self._finished:
+                due = self._oldest + settings.seal_seconds - asyncio.get_running_loop().time()
+                if due <= 0 or len(self._finished) >= settings.seal_rows:
+                    await self._seal()
+                    continue
+            await self._something(feeding, due)
+
+    async def _something(self, feeding: asyncio.Task[None], seconds: float | None) -> None:
+        """Wait for completions, a change of the lease, trouble in feeding, or `seconds` at most."""
+        news = asyncio.create_task(self._news.wait())
+        changed = asyncio.create_task(self._guard.changed.wait())
+        waits: set[asyncio.Task[Any]] = {news, changed}
+        if not feeding.done():
+            waits.add(feeding)
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+            changed.cancel()
+        self._news.clear()
+        self._guard.changed.clear()
+
+    async def _seal(self, *, last: bool = False) -> None:
+        """Make what is finished outlive this worker: an object first, then its record under our fence."""
+        rows, self._finished = self._finished, []
+        if not rows:
+            return
+        shop, guard, lease = self._shop, self._guard, self._guard.lease
+        assert lease.shard is not None
+        call = partial(write_segment, shop.storage, lease.job, lease.shard, lease.fence, self._seq, rows)
+        segment = await (asyncio.to_thread(call) if last else shop.insist(guard, call))
+        self._segments.append(segment)
+        try:
+            outcome = await shop.state.seal(
+                lease.job, lease.shard, lease.fence, self._seq, segment, self._totals()
+            )
+        except LeaseLost:
+            guard.lose()
+            raise Released from None
+        self._seq += 1
+        shop.figures.segments.inc()
+        guard.stop = guard.stop or outcome.stop
+
+    def _totals(self) -> Totals:
+        """The shard's, absolute: a takeover leaves the ledger alone and goes on from here."""
+        each = [Totals.of(segment) for segment in self._segments]
+        return Totals(*(sum(column) for column in zip(*(totals.as_args() for totals in each), strict=True)))
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    async def _commit(self) -> dict[str, Any]:
+        shop, guard, lease = self._shop, self._guard, self._guard.lease
+        rows = list(self._finished)
+        if self._left:
+            assert guard.stop is not None
+            rows += [
+                stopped_row(row, guard.stop, self._spec.model, lease.attempt) for row in self._left.values()
+            ]
+        guard.check()
+        return await shop.insist(
+            guard,
+            partial(
+                commit_shard,
+                shop.storage,
+                lease.job,
+                self._entry,
+                fence=lease.fence,
+                segments=self._segments,
+                rows=rows,
+                expected_row_indexes=set(self._rows),
+            ),
+        )
+
+
+def result_row(row: Row, message: Mapping[str, Any], model: str, attempt: int) -> ResultRow:
+    """The output row of a completion (wire.py). Raises ValueError, KeyError or TypeError for nonsense."""
+    common: dict[str, Any] = {
+        "row_index": row.row_index,
+        "custom_id": row.custom_id,
+        "line": row.line,
+        "kind": row.kind,
+        "prompt_tokens": message.get("prompt_tokens", 0),
+        "completion_tokens": message.get("completion_tokens", 0),
+        "cached_tokens": message.get("cached_tokens", 0),
+        "seed": row.seed,
+        "attempt": attempt,
+        "queued_ms": message.get("queued_ms"),
+        "first_token_ms": message.get("first_token_ms"),
+        "total_ms": message.get("total_ms"),
+        "model": model,
+        "requested_model": row.requested_model,
+        "metadata": None if row.metadata is None else to_json(row.metadata),
+    }
+    if message["status"] == "failed":
+        code, what = message["error_code"], message["error_message"]
+        return ResultRow(**common, status="failed", error_code=code, error_message=what)
+    if message["status"] != "completed":
+        raise ValueError(f"status {message['status']}")
+    choices = message["choices"]
+    first = choices[0]
+    return ResultRow(
+        **common,
+        status="completed",
+        text=first["text"],
+        choices=choices if len(choices) > 1 else None,
+        finish_reason=first["finish_reason"],
+        logprobs=first.get("logprobs"),
+    )

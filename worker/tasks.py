@@ -1,0 +1,236 @@
+"""The leasing loop: which tasks this worker runs, and what becomes of one that fails.
+
+Whatever wakes it (a ticket, a task that ended, a second gone by), it asks for the best runnable task while a
+slot is free. When all are taken it still asks for jobs that nobody works on, and runs one of those in an
+extra slot: a small job starts at once behind a huge one. A task that raises gives its lease back, costs its
+slot a pause, and after some times says in its job what is wrong; nothing is ever stuck, and nothing silent.
+This room may not know what arq is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from pagemill.jobs import layout
+from pagemill.jobs.errors import JobConflict, JobNotFound, PagemillError, RedisUnavailable, StorageError
+from pagemill.jobs.failures import one_line
+from pagemill.jobs.settle import settle
+from pagemill.jobs.state import LeaseLost, new_nonce
+from pagemill.jobs.status import KINDS, Kind, Lease
+from pagemill.jobs.storage import Storage, read_json
+from pagemill.worker.engine_host import EngineInfo
+from pagemill.worker.lease import Guard, Released
+from pagemill.worker.shard import run_shard
+from pagemill.worker.workshop import Workshop
+
+log = logging.getLogger("pagemill.worker")
+
+TICK_S = 1.0
+TELL_AFTER = 3
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 10.0
+
+Outcome = Literal["done", "lost", "handed back", "moot", "failed"]
+NEEDS_NO_ENGINE: tuple[Kind, ...] = ("finalize", "plan")
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    guard: Guard
+    extra: bool
+
+    @property
+    def lease(self) -> Lease:
+        return self.guard.lease
+
+
+class Leasing:
+    """Runs tasks of one model until told to leave. `engine` is set once the model is loaded."""
+
+    def __init__(self, shop: Workshop, model: str) -> None:
+        self._shop, self._model = shop, model
+        self._tasks: dict[asyncio.Task[None], _Slot] = {}
+        self._wake = asyncio.Event()
+        self._leaving = False
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self.engine: EngineInfo | None = None
+
+    @property
+    def busy(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def full(self) -> bool:
+        """Whether a ticket would be wasted on this worker."""
+        return self._leaving or self._ordinary() >= self._shop.settings.slots
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def jobs(self) -> set[str]:
+        """Those with a task here now."""
+        return {slot.lease.job for slot in self._tasks.values()}
+
+    async def run(self) -> None:
+        """Lease and run, until `leave`."""
+        while not self._leaving:
+            self._wake.clear()
+            try:
+                await self._fill()
+            except PagemillError as error:  # Redis refuses, or speaks another protocol: it may be mended
+                log.error("cannot lease: %s", error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
+
+    async def leave(self, patience_s: float) -> None:
+        """Seal what is finished, hand every task back, and return within about `patience_s`."""
+        self._leaving = True
+        self.wake()
+        for slot in self._tasks.values():
+            slot.guard.leave()
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(list(self._tasks), timeout=patience_s)
+        slots = [self._tasks[task] for task in late if task in self._tasks]
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=0.5)
+            await asyncio.gather(*(self._hand_back(slot.guard) for slot in slots))
+
+    def _ordinary(self) -> int:
+        return sum(not slot.extra for slot in self._tasks.values())
+
+    async def _fill(self) -> None:
+        """Lease until no slot is free or nothing is runnable."""
+        while not self._leaving:
+            starved_only = self._ordinary() >= self._shop.settings.slots
+            if starved_only and any(slot.extra for slot in self._tasks.values()):
+                return
+            lease = await self._lease(starved_only)
+            if lease is None:
+                return
+            self._begin(lease, extra=starved_only)
+
+    async def _lease(self, starved_only: bool) -> Lease | None:
+        engine = self.engine
+        return await self._shop.state.lease(
+            self._model,
+            worker=self._shop.settings.worker_id,
+            nonce=new_nonce(),
+            ttl_ms=int(self._shop.settings.lease_ttl_s * 1000),
+            fingerprint=engine.fingerprint if engine else None,
+            context=engine.context if engine else None,
+            kinds=KINDS,
+            starved_only=starved_only,
+        )
+
+    def _begin(self, lease: Lease, *, extra: bool) -> None:
+        log.info("%s of %s leased (attempt %d)", lease.task, lease.job, lease.attempt)
+        self._shop.figures.leases.labels(lease.kind).inc()
+        slot = _Slot(self._shop.heartbeat.hold(lease), extra)
+        if self._leaving:
+            slot.guard.leave()
+        task = asyncio.create_task(self._run(slot), name=f"{lease.task} of {lease.job}")
+        self._tasks[task] = slot
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        self.wake()
+
+    async def _run(self, slot: _Slot) -> None:
+        lease = slot.lease
+        outcome, pause = await self._outcome(slot)
+        self._shop.figures.tasks.labels(lease.kind, outcome).inc()
+        log.info("%s of %s: %s", lease.task, lease.job, outcome)
+        if pause and not self._leaving:
+            # The slot pauses, not the task: another worker may well run what this one cannot.
+            await asyncio.sleep(pause)
+
+    async def _outcome(self, slot: _Slot) -> tuple[Outcome, float]:
+        """Run the task. Whatever it raises ends here: how it ended, and how long its slot pauses."""
+        guard, lease = slot.guard, slot.lease
+        try:
+            await self._do(slot)
+        except (Released, LeaseLost):
+            if guard.leaving and not guard.lost:
+                await self._hand_back(guard)
+                return "handed back", 0.0
+            return "lost", 0.0
+        except (JobNotFound, JobConflict) as error:
+            log.info("%s of %s is not wanted any more: %s", lease.task, lease.job, error)
+            return "moot", 0.0
+        except Exception as error:
+            return "failed", await self._failed(guard, error)
+        finally:
+            self._shop.heartbeat.drop(guard)
+        self._failures.pop((lease.job, lease.task), None)
+        return "done", 0.0
+
+    async def _do(self, slot: _Slot) -> None:
+        guard, lease = slot.guard, slot.lease
+        if lease.kind == "shard" and lease.stop is None:
+            await run_shard(self._shop, guard, urgent=slot.extra)
+        else:
+            await self._settle(guard)
+
+    async def _settle(self, guard: Guard) -> None:
+        """Plan, finalize, or a shard of a stopped job: what needs no engine. Ends when the lease is lost."""
+        shop = self._shop
+
+        def stopped() -> str | None:
+            return guard.check() or stop_reason(shop.storage, guard.lease.job)
+
+        settling = asyncio.create_task(
+            settle(shop.state, shop.storage, guard.lease, stopped_check=stopped), name="settle"
+        )
+        lost = asyncio.create_task(guard.gone.wait())
+        try:
+            await asyncio.wait({settling, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not settling.done():
+                raise Released
+            settling.result()
+        finally:
+            lost.cancel()
+            settling.cancel()
+
+    async def _failed(self, guard: Guard, error: Exception) -> float:
+        """Give the task back, say so where people look, and tell how long to pause."""
+        lease = guard.lease
+        key = (lease.job, lease.task)
+        self._failures[key] += 1
+        times = self._failures[key]
+        if isinstance(error, PagemillError):
+            log.error("%s of %s failed (%d): %s", lease.task, lease.job, times, error)
+        else:
+            log.error("%s of %s failed (%d)", lease.task, lease.job, times, exc_info=error)
+        await self._hand_back(guard)
+        weather = isinstance(error, StorageError) and error.transient
+        if times >= TELL_AFTER or (isinstance(error, PagemillError) and not weather):
+            what = f"{type(error).__name__}: {error}" if not isinstance(error, PagemillError) else str(error)
+            worker = self._shop.settings.worker_id
+            await self._shop.tell(
+                lease.job, one_line(f"{lease.task} failed {times} times on {worker}: {what}")
+            )
+        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(times - 1, 10))
+
+    async def _hand_back(self, guard: Guard) -> None:
+        self._shop.heartbeat.drop(guard)
+        lease = guard.lease
+        try:
+            async with asyncio.timeout(1.0 if self._leaving else 30.0):
+                await self._shop.state.release(lease.job, lease.task, lease.fence)
+        except (TimeoutError, RedisUnavailable):
+            log.warning("%s of %s could not be handed back; its lease runs out", lease.task, lease.job)
+
+
+def stop_reason(storage: Storage, job: str) -> str | None:
+    """Why the job was stopped, as the store says, whatever Redis knows. Blocks."""
+    stop = read_json(storage, layout.stop(job))
+    return None if stop is None else str(stop["reason"])
