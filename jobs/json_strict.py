@@ -94,8 +94,8 @@ def _too_deep() -> InvalidJson:
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise _invalid(f"the key {json.dumps(twice[:80])} is given twice in one object: keep one of them")
     return out
 

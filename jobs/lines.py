@@ -8,11 +8,10 @@ accepted at the start.
 
 from __future__ import annotations
 
-import gzip
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, Final, Literal, Protocol, cast
+from typing import Final, Literal, Protocol
 
 import zstandard
 
@@ -103,15 +102,25 @@ def _capped(chunks: Iterator[bytes], limit: int) -> Iterator[bytes]:
 
 
 def _gunzip(stream: ByteStream) -> Iterator[bytes]:
-    """All members of a gzip file, one after the other; checksums are checked, zero padding is allowed."""
+    """All members of a gzip file, one after the other; checksums are checked, zero padding is allowed.
+
+    (The library's own reader takes a pipe that gives a byte at a time for a file that is not gzip.)
+    """
+    member = zlib.decompressobj(wbits=31)
+    begun, members = False, 0
     try:
-        with gzip.GzipFile(mode="rb", fileobj=cast(BinaryIO, stream)) as source:
-            while chunk := source.read(CHUNK):
-                yield chunk
-    except EOFError:
-        raise _damaged("gzip", "it ends in the middle") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
+        while piece := stream.read(CHUNK):
+            while piece := piece if begun or not members else piece.lstrip(b"\0"):
+                begun = True
+                yield member.decompress(piece, CHUNK)
+                piece = member.unconsumed_tail
+                if member.eof:
+                    piece, member = member.unused_data, zlib.decompressobj(wbits=31)
+                    begun, members = False, members + 1
+    except zlib.error as error:
         raise _damaged("gzip", _reason(error)) from None
+    if begun:
+        raise _damaged("gzip", "it ends in the middle")
 
 
 def _unzstd(stream: ByteStream) -> Iterator[bytes]:
@@ -121,12 +130,11 @@ def _unzstd(stream: ByteStream) -> Iterator[bytes]:
     begun = False
     try:
         while chunk := stream.read(CHUNK):
-            for at in range(0, len(chunk), ZSTD_FEED):
-                piece = chunk[at : at + ZSTD_FEED]
+            for start in range(0, len(chunk), ZSTD_FEED):
+                piece = chunk[start : start + ZSTD_FEED]
                 while piece:
                     begun = True
-                    if expanded := frame.decompress(piece):
-                        yield expanded
+                    yield from _portions(frame.decompress(piece))
                     piece = b""
                     if frame.eof:
                         piece, frame, begun = frame.unused_data, context.decompressobj(), False
@@ -134,6 +142,13 @@ def _unzstd(stream: ByteStream) -> Iterator[bytes]:
         raise _damaged("zstd", _reason(error)) from None
     if begun:
         raise _damaged("zstd", "it ends in the middle")
+
+
+def _portions(data: bytes) -> Iterator[bytes]:
+    """Pieces of at most CHUNK: a piece is split into lines at once, and 32 MiB of newlines are 32 million."""
+    if len(data) <= CHUNK:
+        return iter((data,))
+    return (data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
 
 
 def _reason(error: Exception) -> str:

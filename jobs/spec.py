@@ -152,7 +152,8 @@ def check_defaults(raw: object) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise UsageError("the job's defaults must be an object of sampling parameters.")
     try:
-        return read_parameters(raw)
+        # A default of "none" is no default.
+        return {name: value for name, value in read_parameters(raw).items() if value is not None}
     except Refusal as refusal:
         raise UsageError(f"the job's defaults: {refusal.message}.") from None
 

@@ -17,9 +17,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from pagemill.jobs.storage import Storage, StorageOptions
+
+# How long one example takes says more about what else the machine does than about the code.
+settings.register_profile("pagemill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pagemill")
 
 
 def _load_servers() -> ModuleType:
