@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from pagemill.jobs.errors import StorageError
 from pagemill.jobs.result import SCHEMA, SCHEMA_VERSION, ResultRow, to_json
-from pagemill.jobs.storage import CHUNK_BYTES, scratch_faults
+from pagemill.jobs.storage import scratch_faults
 
 __all__ = [
     "SCHEMA",
@@ -253,10 +253,8 @@ class _Count:
             self._errors[found["values"]] += found["counts"]
 
     def stats(self, path: Path) -> PartStats:
-        digest = hashlib.sha256()
         with path.open("rb") as stream:
-            while piece := stream.read(CHUNK_BYTES):
-                digest.update(piece)
+            digest = hashlib.file_digest(stream, "sha256")
         return PartStats(
             rows=self._rows,
             completed=self._rows - self._failed,

@@ -23,7 +23,7 @@ from pagemill.jobs.storage import (
     scratch_faults,
 )
 from pagemill.jobs.storage_s3_read import ObjectReader
-from pagemill.jobs.storage_s3_requests import Requests
+from pagemill.jobs.storage_s3_requests import RETRY_DELAYS, Requests
 from pagemill.jobs.storage_s3_write import Writer, pieces
 
 PART_BYTES: Final = 32 << 20
@@ -33,18 +33,24 @@ PART_BYTES: Final = 32 << 20
 class S3Storage(Storage):
     """The bucket must exist; nothing is contacted before the first call.
 
-    part_bytes: for tests; 5 MiB is the least that most servers take.
+    part_bytes: 5 MiB is the least that most servers take.  delays: seconds between tries.
     """
 
     def __init__(
-        self, bucket: str, prefix: str, options: StorageOptions, *, part_bytes: int = PART_BYTES
+        self,
+        bucket: str,
+        prefix: str,
+        options: StorageOptions,
+        *,
+        part_bytes: int = PART_BYTES,
+        delays: tuple[float, ...] = RETRY_DELAYS,
     ) -> None:
         prefix = prefix.strip("/")
         self._prefix = f"{check_key(prefix)}/" if prefix else ""
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         options = options.filled()
         self._trusting = options.accept_no_conditional_writes
-        self._requests = Requests(bucket, options)
+        self._requests = Requests(bucket, options, delays)
         self._writer = Writer(self._requests, part_bytes=part_bytes, trusting=self._trusting)
 
     def __repr__(self) -> str:

@@ -31,7 +31,9 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 class Requests:
     """Safe for threads, as boto3's clients are. Nothing is contacted before the first request."""
 
-    def __init__(self, bucket: str, options: StorageOptions) -> None:
+    def __init__(
+        self, bucket: str, options: StorageOptions, delays: tuple[float, ...] = RETRY_DELAYS
+    ) -> None:
         if not _BUCKET.fullmatch(bucket):
             raise StorageError(
                 f"{bucket!r} cannot be the name of a bucket: write s3://bucket/prefix, and give the server's"
@@ -42,7 +44,7 @@ class Requests:
         server = f"the S3 server at {options.endpoint}" if options.endpoint else "Amazon S3"
         self.bucket = bucket
         self.place = Place(server, bucket, f"s3://{bucket}")
-        self.delays: tuple[float, ...] = RETRY_DELAYS
+        self.delays = delays
         self._answered = False
         # Any: the types of boto3's S3 client are a package of their own.
         self._client: Any = _client(options, self.place)
@@ -50,7 +52,7 @@ class Requests:
     def hurried(self) -> Self:
         """The same with little patience, for when a person waits."""
         other = copy.copy(self)
-        other.delays = CHECK_DELAYS
+        other.delays = min(CHECK_DELAYS, self.delays)
         return other
 
     def once(

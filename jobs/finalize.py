@@ -1,0 +1,183 @@
+"""Ending a job: every part checked, manifest.json decided, then _SUCCESS, then what nobody refers to swept.
+
+Any number of processes may do this at once and again: each step either finds that it was done or does the
+same. What is an orphan is judged only against the manifest read back from the store, since only that one
+counts. This room may not know Redis nor engines; a client without torch can run it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Final
+
+from pagemill.jobs import layout
+from pagemill.jobs.commit import check_part, commit_shard, list_commits, list_segments, read_sealed
+from pagemill.jobs.errors import PreconditionFailed, StorageError
+from pagemill.jobs.parquet import ResultRow
+from pagemill.jobs.plan import read_shard
+from pagemill.jobs.row import Row
+from pagemill.jobs.spec import JobSpec
+from pagemill.jobs.storage import Storage, decide, read_json
+
+log = logging.getLogger(__name__)
+
+VERSION: Final = 1
+STOPPED: Final = {
+    "cancelled": ("batch_cancelled", "The job was cancelled before this row was run."),
+    "expired": ("batch_expired", "The job's deadline passed before this row was run."),
+    "failed": ("job_failed", "The job failed before this row was run."),
+}
+FENCE: Final = "0"
+"""Of parts that are made while finalizing, lower than any worker's: a worker's finished row wins."""
+_SUMS: Final = ("completed", "failed", "prompt_tokens", "completion_tokens", "cached_tokens")
+
+
+def finalize(
+    storage: Storage, spec: JobSpec, plan: dict[str, Any], *, stop: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Decides the manifest of a job whose shards are all committed; the manifest that counts.
+
+    stop: stop.json, where somebody stopped the job; shards without a commit record then get one, of their
+    sealed rows and error rows. Raises StorageError when a part is missing or damaged, or the store refuses.
+    """
+    found = read_json(storage, layout.manifest(spec.job))
+    if found is None:
+        reason = _reason(plan, stop)
+        records = _all_commits(storage, spec, plan, reason)
+        parts = [*plan.get("error_parts", ()), *(records[number]["part"] for number in sorted(records))]
+        _check_parts(storage, parts)
+        manifest = _manifest(spec, plan, stop, reason, parts)
+        found, _ = decide(storage, layout.manifest(spec.job), manifest)
+    with suppress(PreconditionFailed):
+        storage.put(layout.success(spec.job), b"", if_absent=True)
+    try:
+        sweep(storage, spec.job)
+    except StorageError as error:
+        # The job has ended whether or not the store lets us tidy up.
+        log.warning("orphans of %s were not swept: %s", spec.job, error)
+    return found
+
+
+def sweep(storage: Storage, job: str) -> None:
+    """Deletes segments, parts that the manifest does not list, and shards of plans that do not count.
+
+    Does nothing for a job without a manifest: as long as it runs, any of these may be about to count.
+    """
+    manifest = read_json(storage, layout.manifest(job))
+    if manifest is None:
+        return
+    plan = read_json(storage, layout.plan(job)) or {}
+    kept = {part["key"] for part in manifest["parts"]} | {entry["key"] for entry in plan.get("shards", ())}
+    for prefix in (layout.work(job), layout.parts(job), layout.shards(job)):
+        storage.delete(info.key for info in storage.list(prefix) if info.key not in kept)
+
+
+def stopped_row(row: Row, reason: str, model: str, attempt: int = 0) -> ResultRow:
+    """What a row becomes that its job's stop left unfinished. reason: cancelled, expired or failed."""
+    code, message = STOPPED[reason]
+    return ResultRow.error_row(row, code, message, attempt=attempt, model=model)
+
+
+def commit_stopped(
+    storage: Storage,
+    spec: JobSpec,
+    shard_entry: dict[str, Any],
+    reason: str,
+    *,
+    fence: str = FENCE,
+    attempt: int = 0,
+    segments: Iterable[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Commits a shard of a stopped job: its sealed rows, and an error row for each other one.
+
+    segments: as Redis knows them, by default as the store does. Returns the commit record that counts.
+    """
+    if segments is None:
+        segments = list_segments(storage, spec.job, shard_entry["shard"])
+    rows = read_shard(storage, shard_entry)
+    sealed = read_sealed(storage, segments)
+    left = [row for row in rows if row.row_index not in sealed.row_indexes]
+    return commit_shard(
+        storage,
+        spec.job,
+        shard_entry,
+        fence=fence,
+        segments=sealed.segments,
+        rows=(stopped_row(row, reason, spec.model, attempt) for row in left),
+        expected_row_indexes={row.row_index for row in rows},
+    )
+
+
+def _reason(plan: dict[str, Any], stop: dict[str, Any] | None) -> str | None:
+    """Why the job ends before all its rows ran; None where they did."""
+    if plan.get("refused"):
+        return "failed"
+    reason = (stop or {}).get("reason") or plan.get("stopped")
+    if reason is not None and reason not in STOPPED:
+        raise StorageError(f"stop.json gives {reason!r} as the reason, which no job is stopped for.")
+    return reason
+
+
+def _all_commits(
+    storage: Storage, spec: JobSpec, plan: dict[str, Any], reason: str | None
+) -> dict[int, dict[str, Any]]:
+    """The commit record of every shard of the plan."""
+    records = list_commits(storage, spec.job)
+    entries = {int(entry["shard"]): entry for entry in plan.get("shards", ())}
+    missing = entries.keys() - records.keys()
+    if missing and reason is None:
+        raise StorageError(
+            f"{spec.job} cannot be finalized: {len(missing)} of its {len(entries)} shards are not committed."
+        )
+    for number in sorted(missing):
+        records[number] = commit_stopped(storage, spec, entries[number], str(reason))
+    return {number: records[number] for number in entries}
+
+
+def _check_parts(storage: Storage, parts: list[dict[str, Any]]) -> None:
+    with ThreadPoolExecutor(4, thread_name_prefix="pagemill-check") as pool:
+        for _ in pool.map(lambda part: check_part(storage, part), parts):
+            pass
+
+
+def _manifest(
+    spec: JobSpec,
+    plan: dict[str, Any],
+    stop: dict[str, Any] | None,
+    reason: str | None,
+    parts: list[dict[str, Any]],
+) -> dict[str, Any]:
+    total = int(plan.get("total", 0))
+    rows = sum(int(part["rows"]) for part in parts)
+    if rows != total:
+        raise StorageError(
+            f"{spec.job} cannot be finalized: its plan has {total} rows and its parts have {rows}."
+        )
+    errors = Counter[str]()
+    for part in parts:
+        errors.update(part.get("errors", {}))
+    refused = plan.get("refused") or {}
+    why = refused or {
+        "code": (stop or {}).get("error_code", ""),
+        "message": (stop or {}).get("error_message", ""),
+    }
+    return {
+        "version": VERSION,
+        "job": spec.job,
+        "state": reason or "completed",
+        "model": spec.model,
+        "fingerprint": plan.get("fingerprint") or "",
+        "total": total,
+        **{name: sum(int(part[name]) for part in parts) for name in _SUMS},
+        "errors": dict(sorted(errors.items())),
+        "parts": parts,
+        "created_at": spec.created_at,
+        "finished_at": time.time(),
+        "error_code": why["code"] or "",
+        "error_message": why["message"] or "",
+    }

@@ -1,0 +1,185 @@
+"""Reading a job's results: in input order, as rows, record batches, JSONL, or OpenAI's two files.
+
+Readers trust the manifest alone and never look for parts themselves: what it lists is complete and never
+changes. `partial` reads a running job by the same rule, trusting commit records. This room may not know
+Redis: results are read from the store, and outlive the state.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, Final
+
+import pyarrow as pa
+
+from pagemill.jobs import layout
+from pagemill.jobs.commit import list_commits
+from pagemill.jobs.errors import JobConflict, JobNotFound, ObjectNotFound, StorageError
+from pagemill.jobs.merge import Source, merge
+from pagemill.jobs.parquet import SCHEMA_VERSION, ResultRow, read_batches, rows_of, to_json
+from pagemill.jobs.storage import Storage, read_json, scratch_faults
+
+# OpenAI's names for what a request was, by the kind of row.
+_OBJECTS: Final = {"chat": "chat.completion", "completion": "text_completion"}
+_IDS: Final = {"chat": "chatcmpl", "completion": "cmpl"}
+
+
+def iter_results(storage: Storage, job: str, *, partial: bool = False) -> Iterator[ResultRow]:
+    """All rows of a job in input order, in bounded memory.
+
+    partial: the rows committed so far, with gaps. Raises JobNotFound, JobConflict where the job has not
+    ended and partial was not asked for, and StorageError where a part is missing or damaged.
+    """
+    return (row for batch in iter_batches(storage, job, partial=partial) for row in rows_of(batch))
+
+
+def iter_batches(storage: Storage, job: str, *, partial: bool = False) -> Iterator[pa.RecordBatch]:
+    """The same as record batches of one schema (`parquet.SCHEMA`)."""
+    parts = _parts(storage, job, partial)
+    return merge(_source(storage, part) for part in parts if part["rows"])
+
+
+def to_jsonl(rows: Iterable[ResultRow], output: BinaryIO) -> int:
+    """Every row as one JSON object a line, without what is null; returns how many."""
+    count = 0
+    for row in rows:
+        _write_line(output, _document(row))
+        count += 1
+    return count
+
+
+def to_openai(
+    rows: Iterable[ResultRow], output: BinaryIO, errors: BinaryIO, *, created: int | None = None
+) -> tuple[int, int]:
+    """OpenAI's batch output and error files; returns the number of lines in each.
+
+    created: what each response says of when it was made, in seconds since 1970; by default now.
+    """
+    created = int(time.time()) if created is None else created
+    done = failed = 0
+    for row in rows:
+        if row.status == "completed":
+            done += 1
+            _write_line(output, _openai_line(row, created))
+        else:
+            failed += 1
+            _write_line(errors, _openai_error(row))
+    return done, failed
+
+
+def _parts(storage: Storage, job: str, partial: bool) -> list[dict[str, Any]]:
+    manifest = read_json(storage, layout.manifest(job))
+    parts: list[dict[str, Any]]
+    if manifest is not None:
+        parts = manifest["parts"]
+    elif partial:
+        plan = read_json(storage, layout.plan(job))
+        if plan is None:
+            _must_exist(storage, job)
+            return []
+        records = list_commits(storage, job)
+        parts = [*plan.get("error_parts", ()), *(record["part"] for record in records.values())]
+    else:
+        _must_exist(storage, job)
+        raise JobConflict(f"{job} has not ended: wait for it, or ask for the partial results.")
+    for part in parts:
+        if part["schema_version"] > SCHEMA_VERSION:
+            raise StorageError(f"{part['key']} was written by a newer Pagemill: upgrade this one.")
+    return parts
+
+
+def _must_exist(storage: Storage, job: str) -> None:
+    if storage.head(layout.job(job)) is None:
+        raise JobNotFound(f"There is no job {job} in {storage.url}.")
+
+
+def _source(storage: Storage, part: dict[str, Any]) -> Source:
+    @contextmanager
+    def opened() -> Iterator[Iterator[pa.RecordBatch]]:
+        key = part["key"]
+        try:
+            with storage.as_file(key) as path:
+                with scratch_faults(f"read {key}"):
+                    size = path.stat().st_size
+                if size != part["bytes"]:
+                    raise StorageError(f"The part {key} in {storage.url} is damaged: its size is wrong.")
+                yield read_batches(path, name=key)
+        except ObjectNotFound:
+            raise StorageError(f"The part {key} is missing from {storage.url}.") from None
+
+    return Source(part["min_row_index"], part["max_row_index"], opened)
+
+
+def _write_line(output: BinaryIO, document: dict[str, Any]) -> None:
+    output.write(to_json(document).encode() + b"\n")
+
+
+def _document(row: ResultRow) -> dict[str, Any]:
+    document = {name: getattr(row, name) for name in ResultRow.__slots__}
+    for name in ("logprobs", "metadata"):
+        if document[name] is not None:
+            document[name] = json.loads(document[name])
+    if row.choices is not None:
+        document["choices"] = [_with_logprobs(choice) for choice in row.choices]
+    return {name: value for name, value in document.items() if value is not None}
+
+
+def _with_logprobs(choice: dict[str, Any]) -> dict[str, Any]:
+    found = choice.get("logprobs")
+    return choice | {"logprobs": json.loads(found)} if isinstance(found, str) else choice
+
+
+def _openai_line(row: ResultRow, created: int) -> dict[str, Any]:
+    kind = row.kind or "chat"
+    choices = row.choices or [
+        {"index": 0, "text": row.text, "finish_reason": row.finish_reason, "logprobs": row.logprobs}
+    ]
+    usage = {
+        "prompt_tokens": row.prompt_tokens,
+        "completion_tokens": row.completion_tokens,
+        "total_tokens": row.prompt_tokens + row.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": row.cached_tokens},
+    }
+    body = {
+        "id": f"{_IDS[kind]}-{row.row_index}",
+        "object": _OBJECTS[kind],
+        "created": created,
+        "model": row.model,
+        "choices": [_openai_choice(kind, choice) for choice in choices],
+        "usage": usage,
+    }
+    if row.metadata is not None:
+        body["metadata"] = json.loads(row.metadata)
+    return {
+        "id": f"batch_req_{row.row_index}",
+        "custom_id": row.custom_id,
+        "response": {"status_code": 200, "request_id": f"req_{row.row_index}", "body": body},
+        "error": None,
+    }
+
+
+def _openai_choice(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    choice = _with_logprobs(choice)
+    text = choice.get("text") or ""
+    said = {"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
+    return {
+        "index": choice.get("index", 0),
+        **said,
+        "logprobs": choice.get("logprobs"),
+        "finish_reason": choice.get("finish_reason"),
+    }
+
+
+def _openai_error(row: ResultRow) -> dict[str, Any]:
+    error: dict[str, Any] = {"code": row.error_code, "message": row.error_message}
+    if row.line is not None:
+        error["line"] = row.line
+    return {
+        "id": f"batch_req_{row.row_index}",
+        "custom_id": row.custom_id,
+        "response": None,
+        "error": error,
+    }
