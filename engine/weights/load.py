@@ -37,9 +37,7 @@ class TensorFiles(Protocol):
     """Where tensors come from, by the names they have there."""
 
     files: list[Path]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    shapes: Mapping[str, tuple[int, ...]]
 
     def read(self, name: str) -> Tensor: ...
 

@@ -40,10 +40,9 @@ class SafetensorsFiles:
                 if name in self._where:
                     raise ModelLoadError(f"{path} holds tensor {name} which another shard holds too.")
                 self._where[name] = handle
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._where.items()}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(handle.get_slice(name).get_shape()) for name, handle in self._where.items()
+        }
 
     def read(self, name: str) -> Tensor:
         """The tensor as stored; it may be a view of the mapped file."""
