@@ -35,6 +35,7 @@ app = typer.Typer(
     epilog=EXIT_CODES,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
@@ -131,7 +132,9 @@ def submit(
     file: Annotated[
         str,
         typer.Argument(
-            help="JSONL, plain, .gz or .zst: a path, s3://…, or - for standard input.", show_default=False
+            metavar="FILE",
+            help="JSONL, plain, .gz or .zst: a path, s3://…, or - for standard input.",
+            show_default=False,
         ),
     ],
     model: Annotated[

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -40,6 +41,7 @@ PATIENCE_S = 5.0
 not."""
 POLL_S = 1.0
 PAGE = 200
+OVERTAKEN_S = 5.0
 
 When = datetime | timedelta | float
 
@@ -221,15 +223,15 @@ class Client:
         return await self.adopt(spec, known)
 
     async def adopt(self, spec: JobSpec, known: bool = True) -> Job:
-        """Make a job that the store holds known to Redis, and have its model's workers told; harmless to repeat.
+        """Make a job that the store holds known to Redis, and have its model's workers told; harmless to
+        repeat.
 
         known: whether the store had it before; then a manifest says that it ended.
         """
         state = await self.state()
         if known and await asyncio.to_thread(self.storage.head, layout.manifest(spec.job)) is not None:
-            return Job(
-                spec.job, self, True
-            )  # it ended; Redis may have forgotten it, and must not be told to start again
+            # It ended. Redis may have forgotten it, and must not be told to start again.
+            return Job(spec.job, self, existed=True)
         try:
             created = await state.create(spec, output_url(self.storage, spec.job))
             await tickets.send(state.redis, spec.model, 1)
@@ -330,7 +332,12 @@ class Client:
 
             await settle_job(state, self.storage, name, status.model)
         status = await self.status(name)
-        return CancelOutcome(status.state, outcome.accepted and stop["reason"] == "cancelled")
+        if status.state == "finalizing" and not outcome.accepted:
+            # It was overtaken by its end, and whoever writes the manifest may or may not have seen the stop.
+            with contextlib.suppress(TimeoutError):
+                status = await self.wait(name, timeout=OVERTAKEN_S)
+        accepted = outcome.accepted and stop["reason"] == "cancelled"
+        return CancelOutcome(status.state, accepted or status.state == "cancelled")
 
     async def list(
         self, *, limit: int = 50, state: str | None = None, model: str | None = None

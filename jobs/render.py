@@ -153,7 +153,9 @@ def moment(seconds: float | None) -> str:
 
 
 def span(seconds: float) -> str:
-    """A length of time: 42 s, 3:05, 2:00:00."""
+    """A length of time: 4.2 s, 42 s, 3:05, 2:00:00."""
+    if 0 <= seconds < 9.95:
+        return f"{seconds:.1f} s"
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"

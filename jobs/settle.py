@@ -19,23 +19,18 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from pagemill.jobs import layout
-from pagemill.jobs.commit import commit_shard, read_commit, read_sealed
+from pagemill.jobs.commit import read_commit
 from pagemill.jobs.errors import ObjectNotFound, StorageError
-from pagemill.jobs.finalize import finalize
-from pagemill.jobs.plan import make_plan, read_shard
-from pagemill.jobs.result import ResultRow
-from pagemill.jobs.row import Row
+from pagemill.jobs.finalize import commit_stopped, finalize, stopped_row
+from pagemill.jobs.plan import make_plan
 from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import LeaseLost, State, new_nonce
 from pagemill.jobs.status import Lease, StopReason
 from pagemill.jobs.storage import Storage, read_json
 
+__all__ = ["kept", "read_stop", "settle", "settle_job", "stopped_row"]
+
 TTL_MS = 15_000
-STOPPED: dict[StopReason, tuple[str, str]] = {
-    "cancelled": ("batch_cancelled", "The job was cancelled before this row was run."),
-    "expired": ("batch_expired", "The job's deadline passed before this row was run."),
-    "failed": ("job_failed", "The job failed before this row was run."),
-}
 
 
 async def settle(
@@ -101,12 +96,6 @@ async def read_stop(storage: Storage, job: str) -> dict[str, Any] | None:
     return await asyncio.to_thread(read_json, storage, layout.stop(job))
 
 
-def stopped_row(row: Row, reason: StopReason, model: str, attempt: int = 0) -> ResultRow:
-    """What a row becomes that its job's stop left unfinished."""
-    code, message = STOPPED[reason]
-    return ResultRow.error_row(row, code, message, attempt=attempt, model=model)
-
-
 async def _settle_plan(
     state: State,
     storage: Storage,
@@ -162,17 +151,8 @@ def _commit_stopped(
         return record
     spec = _spec(storage, lease.job)
     entry = next(entry for entry in _plan(storage, lease.job)["shards"] if entry["shard"] == shard)
-    rows = read_shard(storage, entry)
-    sealed = read_sealed(storage, segments)
-    left = [row for row in rows if row.row_index not in sealed.row_indexes]
-    return commit_shard(
-        storage,
-        lease.job,
-        entry,
-        fence=lease.fence,
-        segments=sealed.segments,
-        rows=[stopped_row(row, reason, spec.model, lease.attempt) for row in left],
-        expected_row_indexes={row.row_index for row in rows},
+    return commit_stopped(
+        storage, spec, entry, reason, fence=lease.fence, attempt=lease.attempt, segments=segments
     )
 
 

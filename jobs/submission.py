@@ -29,6 +29,16 @@ from pagemill.jobs.storage import Storage, decide, encode_json
 
 T = TypeVar("T")
 GRACE_S = 2.0
+# What people call the fields that make two jobs differ.
+IDENTITY = {
+    "model": "model",
+    "defaults": "parameters",
+    "seed": "seed",
+    "context": "context",
+    "strict": "strictness",
+    "model_policy": "model policy",
+    "special_tokens_in_content": "handling of special tokens",
+}
 
 
 class OtherJob(JobConflict):
@@ -86,8 +96,7 @@ def same_job(known: JobSpec, asked: JobSpec) -> None:
     if known.digest() == asked.digest():
         return
     before, after = known.model_dump(), asked.model_dump()
-    names = ["model", "defaults", "seed", "context", "strict", "model_policy", "special_tokens_in_content"]
-    differs = [name for name in names if before[name] != after[name]]
+    differs = [words for name, words in IDENTITY.items() if before[name] != after[name]]
     if (known.input.size, known.input.sha256) != (asked.input.size, asked.input.sha256):
         differs.insert(0, "input")
     what = " and ".join(differs) or "limits"
