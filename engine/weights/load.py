@@ -34,8 +34,12 @@ DIGEST_SAMPLE_BYTES = 1 << 16
 
 
 class TensorFiles(Protocol):
-    """Where tensors come from, by the names they have there."""
+    """Where tensors come from, by the names they have there.
 
+    mapped: whether `read` gives views of the file, which change, or fault, when it does.
+    """
+
+    mapped: bool
     files: list[Path]
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -123,8 +127,7 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
             raise ModelLoadError(f"{checkpoint.path}: tensor {source} holds {tensor.dtype}, not numbers.")
         if heads := checkpoint.interleaved_heads(name):
             tensor = _deinterleave(tensor, heads)
-        # Always a copy: a view of the mapped file would change, or fault, with the file.
-        return tensor.to(device=device, dtype=dtype, copy=True)
+        return tensor.to(device=device, dtype=dtype, copy=checkpoint.files.mapped)
 
     decoder = Decoder(checkpoint.spec, take, lambda name: checkpoint.name_of(name) in shapes)
     left = sorted(name for name in shapes if name not in taken and not _ignorable(name, checkpoint.spec))

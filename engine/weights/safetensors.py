@@ -31,6 +31,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class SafetensorsFiles:
     """All tensors of a directory by name. Data are mapped, and read when asked for."""
 
+    mapped = True
+
     def __init__(self, directory: Path) -> None:
         self.files = _weight_files(directory)
         self._where: dict[str, Any] = {}
