@@ -11,15 +11,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Final, Self
 
-from pagemill.jobs.storage import ObjectInfo, Storage
+from pagemill.jobs.errors import StorageError
+from pagemill.jobs.storage import Storage
 
 THREADS: Final = 4
 # Waiting ones hold their bytes.
 WAITING: Final = 8
+ATTEMPTS: Final = 3
 
 
 class Uploads:
-    """`put` returns soon; leaving the block without an error means that everything is stored.
+    """`put` returns soon; a block left without an error means that all is stored and was read back.
 
     The first failure is raised by a later `put` or by leaving the block.
     """
@@ -27,7 +29,7 @@ class Uploads:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="pagemill upload")
-        self._under_way: deque[Future[ObjectInfo]] = deque()
+        self._under_way: deque[Future[None]] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -44,4 +46,13 @@ class Uploads:
     def put(self, key: str, data: bytes) -> None:
         while len(self._under_way) >= WAITING:
             self._under_way.popleft().result()
-        self._under_way.append(self._pool.submit(self._storage.put, key, data))
+        self._under_way.append(self._pool.submit(self._send, key, data))
+
+    def _send(self, key: str, data: bytes) -> None:
+        for _ in range(ATTEMPTS):
+            self._storage.put(key, data)
+            if self._storage.get(key) == data:
+                return
+        raise StorageError(
+            f"{self._storage.url} damages what it stores: {key} does not come back as it was sent."
+        )
