@@ -1,0 +1,128 @@
+"""From an EngineConfig to a runner, a tokenizer and what there is to know about them.
+
+Decides device, dtype, threads and the size of key-value memory. It may not know the scheduler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagemill.engine.cache.storage import KVStorage
+from pagemill.engine.config import EngineConfig, ModelInfo
+from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.run.memory import available_memory, check_weights_fit, plan_memory
+from pagemill.engine.run.runner import ModelRunner
+from pagemill.engine.run.sampler import Sampler
+from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.weights.load import Checkpoint, load_decoder, open_checkpoint, weights_digest
+
+# What of a generation_config may stand in for a parameter that a request leaves open.
+GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Everything that running one model takes, but the scheduler."""
+
+    runner: ModelRunner
+    tokenizer: Tokenizer
+    info: ModelInfo
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Reads tokenizer and weights and takes memory; ModelLoadError or OutOfMemory say why that cannot be."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype)
+    set_threads(config.threads)
+    checkpoint = open_checkpoint(config.model)
+    spec = checkpoint.spec
+    # Before the weights, so that what can never work does not wait for them; and after, when what is left
+    # is known.
+    plan_memory(spec, dtype, config)
+    check_weights_fit(spec, dtype, available_memory())
+    tokenizer = Tokenizer.from_path(config.model)
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ModelLoadError(
+            f"The tokenizer has {tokenizer.vocab_size} tokens and the model {spec.vocab_size}: they do not belong "
+            "together."
+        )
+    decoder = load_decoder(checkpoint, dtype, device)
+    memory = plan_memory(spec, dtype, config, available_memory())
+    storage = KVStorage(memory.num_blocks, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, device)
+    ends = frozenset(i for i in checkpoint.eos_token_ids | tokenizer.eos_token_ids if i < spec.vocab_size)
+    info = ModelInfo(
+        name=Path(config.model).stem if Path(config.model).is_file() else Path(config.model).resolve().name,
+        fingerprint=fingerprint(checkpoint, tokenizer, dtype),
+        architecture=spec.architecture,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        context=memory.context,
+        vocab_size=spec.vocab_size,
+        num_blocks=memory.num_blocks,
+        kv_tokens=memory.kv_tokens,
+        eos_token_ids=ends,
+        generation_defaults=generation_defaults(checkpoint.generation),
+    )
+    return LoadedModel(ModelRunner(decoder, storage, Sampler(ends)), tokenizer, info)
+
+
+def generation_defaults(generation: Mapping[str, Any]) -> dict[str, object]:
+    """What the model's authors say about sampling; `do_sample: false` means greedy."""
+    defaults = {key: generation[key] for key in GENERATION_KEYS if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        defaults["temperature"] = 0.0
+    return defaults
+
+
+def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype) -> str:
+    """What decides the tokens, as a digest: weights (sampled), spec, ends, tokenizer with template, dtype."""
+    facts = [
+        weights_digest(checkpoint.files.files),
+        repr(checkpoint.spec),
+        repr(sorted(checkpoint.eos_token_ids)),
+        repr(sorted(generation_defaults(checkpoint.generation).items())),
+        tokenizer.fingerprint(),
+        str(dtype),
+    ]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto is the CPU: attention for CUDA does not exist yet, and asking for it is an error."""
+    if name in ("auto", "cpu"):
+        return torch.device("cpu")
+    raise ModelLoadError(f"This version runs on device cpu only, not {name!r}.")
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """auto is bfloat16 where the CPU multiplies it in hardware, else float32."""
+    if name == "auto":
+        name = "bfloat16" if _multiplies_bfloat16() else "float32"
+    if name == "float16":
+        raise ModelLoadError("dtype float16 is not computed on CPU; use float32 or bfloat16.")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelLoadError(f"dtype must be auto, float32 or bfloat16, not {name!r}.")
+    return dtype
+
+
+def _multiplies_bfloat16() -> bool:
+    cpu = torch.cpu
+    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+
+
+def set_threads(threads: int | None) -> None:
+    """Threads for arithmetic: as told, else one for each CPU that this process may use.
+
+    torch counts the machine's cores, which in a container with fewer makes threads wait for one another.
+    """
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        return
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
