@@ -48,11 +48,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     plan_memory(spec, dtype, config)
     check_weights_fit(spec, dtype, available_memory())
     tokenizer = Tokenizer.from_path(config.model)
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise ModelLoadError(
-            f"The tokenizer has {tokenizer.vocab_size} tokens and the model {spec.vocab_size}: they do not belong "
-            "together."
-        )
     decoder = load_decoder(checkpoint, dtype, device)
     memory = plan_memory(spec, dtype, config, available_memory())
     storage = KVStorage(memory.num_blocks, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, device)
