@@ -390,8 +390,8 @@ from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.storage import open_storage
 spec = JobSpec.load(Path(sys.argv[2]).read_bytes())
 plan.MEMORY = 1 << 20
-plan.make_plan(open_storage(sys.argv[1]), spec, fence=sys.argv[3], fingerprint=None, stopped=lambda: None,
-    progress=lambda rows: print(rows, flush=True), scratch=Path(sys.argv[4]))
+plan.make_plan(open_storage(sys.argv[1]), spec, fence=sys.argv[3], fingerprint=None,
+    stopped=lambda: print("asked", flush=True), scratch=Path(sys.argv[4]))
 """
 
 
