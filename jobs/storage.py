@@ -128,11 +128,12 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose keys start with this text, in the order of their keys as bytes."""
+        """Objects whose keys start with this text, in an order that is the store's own."""
 
     @abstractmethod
     def folders(self, prefix: str) -> Iterator[str]:
-        """Names between `prefix` (which ends in a slash, or is empty) and the next slash, each once."""
+        """Names between `prefix` (which ends in a slash, or is empty) and the next slash, each once; for a
+        while perhaps also one whose objects are all deleted."""
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagemill.jobs.errors import DiskFull, ObjectNotFound, PreconditionFailed, StorageError
-from pagemill.jobs.storage import CHUNK_BYTES, DISK_FULL, ObjectInfo, Storage, check_key, check_prefix
+from pagemill.jobs.storage import (
+    CHUNK_BYTES,
+    DISK_FULL,
+    ObjectInfo,
+    Storage,
+    check_key,
+    check_prefix,
+    scratch_faults,
+)
 
 TEMPORARY = ".pagemill-tmp"
 LEFTOVER_AGE_S = 24 * 3600.0
@@ -61,11 +69,10 @@ class LocalStorage(Storage):
         return self._publish(key, lambda out: _write_all(out, (data,)), if_absent)
 
     def put_file(self, key: str, path: Path, *, if_absent: bool = False) -> ObjectInfo:
-        def copy(out: BinaryIO) -> None:
-            with path.open("rb") as source:
-                shutil.copyfileobj(source, out, CHUNK_BYTES)
-
-        return self._publish(key, copy, if_absent)
+        with scratch_faults(f"read {path}"):
+            source = path.open("rb")
+        with source:
+            return self._publish(key, lambda out: shutil.copyfileobj(source, out, CHUNK_BYTES), if_absent)
 
     def put_stream(self, key: str, chunks: Iterable[bytes]) -> ObjectInfo:
         return self._publish(key, lambda out: _write_all(out, chunks), if_absent=False)
@@ -140,11 +147,7 @@ class LocalStorage(Storage):
         return PreconditionFailed(f"There is already an object {key} in {self.url}.")
 
     def _write_temporary(self, temporary: Path, write: Callable[[BinaryIO], None]) -> os.stat_result:
-        try:
-            _make_folder(self._temporary)
-        except FileExistsError as error:
-            # Not the FileExistsError of a name that is taken: something here is a file, not a folder.
-            raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(self._root)) from error
+        _make_folder(self._temporary)
         with temporary.open("xb") as out:
             write(out)
             out.flush()
@@ -178,7 +181,7 @@ class LocalStorage(Storage):
                     yield _info(key, (self._root / key).stat())
 
     def _entries(self, folder: str) -> Sequence[str]:
-        """Files as `name`, folders as `name/`, sorted as whole keys would be ("a-b" before "a/c")."""
+        """Files as `name`, folders as `name/`, sorted."""
         try:
             with os.scandir(self._root / folder) as found:
                 names = [e.name + "/" if e.is_dir() else e.name for e in found if e.is_dir() or e.is_file()]
@@ -186,7 +189,7 @@ class LocalStorage(Storage):
             return []
         except OSError as error:
             raise self._fault(error, f"list {folder}") from error
-        return sorted((n for n in names if folder or n != TEMPORARY + "/"), key=os.fsencode)
+        return sorted(n for n in names if folder or n != TEMPORARY + "/")
 
     def _drop_empty(self, folder: Path) -> None:
         with suppress(OSError):  # not empty, or already gone
@@ -230,7 +233,10 @@ def _info(key: str, stat: os.stat_result) -> ObjectInfo:
 
 
 def _make_folder(folder: Path) -> None:
-    """mkdir -p that syncs the parent of each new folder: an unsynced one can vanish with all inside."""
+    """mkdir -p that syncs the parent of each new folder: an unsynced one can vanish with all inside.
+
+    Raises NotADirectoryError where a file is in the way; a FileExistsError would read as a taken name.
+    """
     if folder.is_dir():
         return
     _make_folder(folder.parent)
@@ -238,7 +244,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir()
     except FileExistsError:
         if not folder.is_dir():
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
     else:
         _sync_folder(folder.parent)
 

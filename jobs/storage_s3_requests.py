@@ -11,12 +11,15 @@ import random
 import re
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, BinaryIO, Final, Self
 from urllib.parse import urlsplit
 
 import boto3
+import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from botocore.loaders import Loader, create_loader
 
 from pagemill.jobs.errors import StorageError
 from pagemill.jobs.storage import StorageOptions
@@ -108,6 +111,12 @@ def _check_endpoint(endpoint: str) -> None:
         raise StorageError(f"The S3 endpoint {endpoint!r} is no http:// or https:// address.")
 
 
+@cache
+def _loader() -> Loader:
+    """boto3's description of S3, which takes longer to read than all else here; the rest is per client."""
+    return create_loader()
+
+
 def _client(options: StorageOptions, place: Place) -> Any:
     if bool(options.access_key) != bool(options.secret_key):
         raise StorageError("Only one half of the S3 credentials was given: give access key and secret key.")
@@ -115,7 +124,9 @@ def _client(options: StorageOptions, place: Place) -> Any:
     path_style = custom if options.path_style is None else options.path_style
     checksums = options.checksums or ("when_required" if custom else "when_supported")
     try:
-        session = boto3.session.Session()
+        core = botocore.session.get_session()
+        core.register_component("data_loader", _loader())
+        session = boto3.session.Session(botocore_session=core)
         return session.client(
             "s3",
             endpoint_url=options.endpoint,
