@@ -56,7 +56,7 @@ def _decodes(seq: Sequence, scheduled: int) -> bool:
 
 @dataclass(slots=True)
 class Meter:
-    """Adds up steps. `rate` holds (time, tokens generated) of the last seconds.
+    """Adds up steps. `recent` holds (time, tokens generated) of the last seconds.
 
     `step` is called between running a batch and booking its result.
     """
@@ -72,7 +72,8 @@ class Meter:
     forward_s: float = 0.0
     sample_s: float = 0.0
     finish_s: float = 0.0
-    rate: deque[tuple[float, int]] = field(default_factory=deque)
+    recent: deque[tuple[float, int]] = field(default_factory=deque)
+    recent_tokens: int = 0
 
     def step(self, batch: Batch, result: StepResult, schedule_s: float, execute_s: float, now: float) -> None:
         produced = sum(token is not None for token in result.token_ids)
@@ -84,18 +85,22 @@ class Meter:
         self.prepare_s += result.prepare_seconds
         self.sample_s += result.sample_seconds
         self.forward_s += max(0.0, execute_s - result.prepare_seconds - result.sample_seconds)
-        self.rate.append((now, produced))
-        while self.rate[0][0] < now - RATE_WINDOW_S:
-            self.rate.popleft()
+        self.recent.append((now, produced))
+        self.recent_tokens += produced
+        self._fade(now)
 
     def tokens_per_second(self, now: float) -> float:
         """Tokens generated a second over the last ten; 0 when nothing ran in them."""
-        recent = [(at, n) for at, n in self.rate if at >= now - RATE_WINDOW_S]
-        if not recent:
+        self._fade(now)
+        if not self.recent:
             return 0.0
         # The first entry marks the start of the span: its own tokens were made before it.
-        span = now - recent[0][0]
-        return sum(n for _, n in recent[1:]) / span if span > 0 else 0.0
+        started, before = self.recent[0]
+        return (self.recent_tokens - before) / (now - started) if now > started else 0.0
+
+    def _fade(self, now: float) -> None:
+        while self.recent and self.recent[0][0] < now - RATE_WINDOW_S:
+            self.recent_tokens -= self.recent.popleft()[1]
 
     @property
     def batch_fill(self) -> float:
