@@ -7,12 +7,13 @@ asyncio side and the thread are in stream.py. It never waits for anything but th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pagemill.engine.batch import Batch, Runner, StepResult
-from pagemill.engine.config import ModelInfo, SchedulerConfig
+from pagemill.engine.config import EngineConfig, ModelInfo, SchedulerConfig
 from pagemill.engine.detokenize import PartialText
 from pagemill.engine.finish import ending, refusal, text_token_ids
 from pagemill.engine.metrics import EngineMetrics, Meter
@@ -22,6 +23,12 @@ from pagemill.engine.sequence import Sequence, Status
 
 if TYPE_CHECKING:
     from pagemill.engine.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Without a word from the caller: steps that a CPU finishes in a fraction of a second.
+DEFAULT_NUM_TOKENS = 512
+DEFAULT_NUM_SEQS = 64
 
 
 class Engine:
@@ -268,3 +275,35 @@ class Engine:
 def _undecodable(error: Exception) -> tuple[str, str]:
     """A tokenizer's fault with one row's ids is that row's alone."""
     return "engine_error", f"The output cannot be decoded: {error}"
+
+
+def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] | None = None) -> Engine:
+    """Load a model and put an engine over it, and say in one log line what fits.
+
+    Raises ModelLoadError with the reason why the model can't be run, and OutOfMemory with what is needed,
+    what there is, and the largest context that would fit.
+    """
+    # torch and transformers come with these; whoever only holds an Engine, as tests do, needs neither.
+    from pagemill.engine.run.load import load_model
+
+    loaded = load_model(config)
+    info = loaded.info
+    limits = SchedulerConfig(
+        num_blocks=info.num_blocks,
+        context=info.context,
+        max_num_tokens=config.max_num_tokens or DEFAULT_NUM_TOKENS,
+        max_num_seqs=config.max_num_seqs or DEFAULT_NUM_SEQS,
+        prefix_cache=config.prefix_cache,
+    )
+    log.info(describe(info, limits))
+    return Engine(loaded.runner, loaded.tokenizer, info, limits, before_step=before_step)
+
+
+def describe(model: ModelInfo, limits: SchedulerConfig) -> str:
+    """The start-up line: what was loaded, and how much fits."""
+    rows = limits.kv_tokens / limits.max_tokens_per_row
+    return (
+        f"{model.name} ({model.architecture}, {model.dtype} on {model.device}): {limits.num_blocks} blocks, "
+        f"{limits.kv_tokens} tokens of key-value memory; context {limits.context}, "
+        f"{min(rows, limits.max_num_seqs):.1f} rows at full context, at most {limits.max_num_seqs} at once"
+    )
