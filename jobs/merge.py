@@ -18,7 +18,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pagemill.jobs.parquet import BATCH_ROWS, SCHEMA
+from pagemill.jobs.parquet import BATCH_BYTES, BATCH_ROWS, SCHEMA
 from pagemill.jobs.storage import scratch_faults
 
 FAN_IN: Final = 32
@@ -143,10 +143,10 @@ def _spilled(group: Sequence[Source], path: Path) -> Source:
     """The group merged into one run on disk, where reading it again costs no Parquet decoding."""
     if len(group) == 1:
         return group[0]
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
     with scratch_faults(f"write {path.name}"), pa.OSFile(str(path), "wb") as file:  # noqa: SIM117
         with pa.ipc.new_stream(file, SCHEMA, options=options) as writer:
-            for batch in _merged(group):
+            for batch in _gathered(_merged(group)):
                 writer.write_batch(batch)
 
     @contextmanager
@@ -156,3 +156,18 @@ def _spilled(group: Sequence[Source], path: Path) -> Source:
         path.unlink(missing_ok=True)
 
     return Source(min(s.first for s in group), max(s.last for s in group), opened)
+
+
+def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in fewer batches: each one costs a compressor for every column."""
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        held.append(batch)
+        rows += batch.num_rows
+        size += batch.nbytes
+        if rows >= BATCH_ROWS or size >= BATCH_BYTES:
+            yield from pa.Table.from_batches(held).combine_chunks().to_batches()
+            held, rows, size = [], 0, 0
+    if held:
+        yield from pa.Table.from_batches(held).combine_chunks().to_batches()

@@ -67,16 +67,6 @@ def cut_body(at: int) -> Fault:
     return fault
 
 
-def without_header(name: str) -> Fault:
-    """As a server that does not know this header. (It must not be a signed one.)"""
-
-    def fault(exchange: Exchange) -> None:
-        exchange.headers = {k: v for k, v in exchange.headers.items() if k.lower() != name.lower()}
-        exchange.reply(*exchange.forward())
-
-    return fault
-
-
 @dataclass
 class _Rule:
     method: str
