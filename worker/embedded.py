@@ -26,9 +26,17 @@ from pagemill.jobs.errors import RedisUnavailable, UsageError
 from pagemill.worker.main import run_worker
 from pagemill.worker.settings import WorkerSettings
 
-# A pipe tells the watcher that its owner is gone: on every system, and from whatever thread it was started (a
-# parent-death signal is Linux only and fires when the starting *thread* ends). $0 is the server's binary.
-WATCHED = '"$0" "$@" </dev/null & pid=$!; read -r _; kill -TERM $pid; wait $pid'
+# A pipe tells the watcher that its owner is gone: on every system, and from whatever thread it was started
+# (a parent-death signal is Linux only and fires when the starting *thread* ends). $0 is the server's binary.
+# A shell gives what it runs in the background no standard input, hence the other descriptor.
+WATCHED = """
+exec 3<&0
+"$0" "$@" </dev/null 3<&- & server=$!
+{ read -r _ <&3; kill -TERM $server; } & watcher=$!
+wait $server; code=$?
+kill $watcher 2>/dev/null
+exit $code
+"""
 LOCK_PATIENCE_S = 5.0  # a run that was just killed: its server is still writing its last second
 
 

@@ -15,6 +15,7 @@ starts it again and knows from the board which rows were in that step. Started b
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from pagemill.worker.models import resolve_model
 from pagemill.worker.wire import Board, Lines, encode
 
 Message = dict[str, Any]
@@ -166,9 +168,11 @@ def make_backend(start: Mapping[str, Any], board: Board, emit: Callable[[Message
         from pagemill.worker.simulated import SimulatedEngine
 
         return SimulatedEngine(start, board, emit)
+    # Before torch, which takes seconds to import: a model that is not there should say so at once.
+    source = str(resolve_model(start["model_source"]))
     from pagemill.worker.native import NativeEngine
 
-    return NativeEngine(start, board, emit)
+    return NativeEngine({**start, "model_source": source}, board, emit)
 
 
 def _received(channel: socket.socket) -> bytes:
@@ -204,6 +208,8 @@ def quit_now(code: int) -> None:
 
 
 def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.getLogger("pagemill").setLevel(logging.INFO)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker decides
     data_fd, control_fd, board_fd = (int(word) for word in sys.argv[1:4])
     sockets = [socket.socket(fileno=fd) for fd in (data_fd, control_fd)]

@@ -18,7 +18,6 @@ from pagemill.engine.engine import Engine, build_engine
 from pagemill.engine.request import Completion, Request
 from pagemill.jobs.errors import RowFault
 from pagemill.jobs.row import Row
-from pagemill.worker.models import resolve_model
 from pagemill.worker.prepare import Limits, answer, failure, prepare
 from pagemill.worker.wire import Board
 
@@ -64,7 +63,7 @@ class NativeEngine:
         config = self._config
         self._engine: Engine = build_engine(
             EngineConfig(
-                model=str(resolve_model(config["model_source"])),
+                model=config["model_source"],
                 dtype=config["dtype"],
                 device=config["device"],
                 kv_cache_gb=config["kv_cache_gb"],

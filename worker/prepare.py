@@ -11,15 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pagemill.engine.chat import TemplateError
 from pagemill.engine.request import Completion, Request, SamplingParams, TokenLogprob
 from pagemill.jobs.errors import RowFault
 from pagemill.jobs.row import Row
 
 DEFAULT_MAX_TOKENS = 1024
-
-
-class TemplateFailure(Exception):
-    """A chat cannot be rendered; the text says why, in a sentence."""
 
 
 class Tokens(Protocol):
@@ -56,7 +53,7 @@ def prepare(
     """
     try:
         ids = _token_ids(row, tokens, special)
-    except TemplateFailure as error:
+    except TemplateError as error:
         return RowFault("template_error", _at(row, str(error)), row.line)
     except Exception as error:  # a tokenizer's fault with one text is that row's alone
         kind = type(error).__name__

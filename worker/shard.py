@@ -18,8 +18,8 @@ from typing import Any
 
 from pagemill.jobs import layout
 from pagemill.jobs.commit import RowsDoNotMatch, commit_shard, read_commit, read_sealed, write_segment
-from pagemill.jobs.parquet import ResultRow, to_json
 from pagemill.jobs.plan import read_shard
+from pagemill.jobs.result import ResultRow, to_json
 from pagemill.jobs.row import Row
 from pagemill.jobs.settle import stopped_row
 from pagemill.jobs.spec import JobSpec

@@ -1,0 +1,114 @@
+"""Whatever a task raises, at whatever stage: the job goes on, and says what is wrong while it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from worker_place import Place, whole
+
+from pagemill.jobs.errors import StorageError
+from pagemill.worker import shard, tasks
+
+
+class Failing:
+    """Stands before a function and raises the first few times."""
+
+    def __init__(self, real: Any, error: Exception, times: int) -> None:
+        self.real, self.error, self.left = real, error, times
+
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return self.real(*args, **how)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("pagemill.worker.workshop.FIRST_PAUSE_S", 0.02)
+
+
+SEALING: dict[str, Any] = {"seal_rows": 5, "sim_delay_ms": 20, "sim_max_seqs": 5}
+STAGES = [
+    (tasks, "settle"),
+    (tasks, "run_shard"),
+    (shard, "read_commit"),
+    (shard, "read_shard"),
+    (shard, "write_segment"),
+    (shard, "commit_shard"),
+]
+
+
+@pytest.mark.parametrize(("module", "stage"), STAGES)
+async def test_an_unforeseen_exception_leaves_no_job_behind(
+    place: Place, monkeypatch: pytest.MonkeyPatch, module: Any, stage: str
+) -> None:
+    failing = Failing(getattr(module, stage), RuntimeError("the unforeseen"), 2)
+    monkeypatch.setattr(module, stage, failing)
+    async with place.worker(**SEALING), place.client() as client:
+        job = await client.submit([f"p{i}" for i in range(25)], model=place.model)
+        await whole(place, client, job, 25)
+    assert failing.left == 0
+
+
+async def test_what_keeps_failing_is_said_in_the_job_until_it_works(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Failing(tasks.settle, RuntimeError("the unforeseen"), 10**6)
+    monkeypatch.setattr(tasks, "settle", failing)
+    async with place.worker(), place.client() as client:
+        job = await client.submit(["a"], model=place.model)
+        async with asyncio.timeout(20):
+            while "plan failed 3 times" not in (reason := (await client.status(job)).blocked_reason):
+                await asyncio.sleep(0.05)
+        assert "the unforeseen" in reason
+        failing.left = 0
+        await whole(place, client, job, 1)
+        assert (await client.status(job)).blocked_reason == ""
+
+
+@pytest.mark.parametrize("stage", ["read_commit", "read_shard", "write_segment", "commit_shard"])
+async def test_a_store_that_refuses_for_a_while_costs_nothing_but_time(
+    place: Place, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    failing = Failing(getattr(shard, stage), StorageError("503 Slow Down", transient=True), 5)
+    monkeypatch.setattr(shard, stage, failing)
+    async with place.worker(**SEALING), place.client() as client:
+        job = await client.submit([f"p{i}" for i in range(25)], model=place.model)
+        await whole(place, client, job, 25)
+        assert (await client.status(job)).blocked_reason == ""
+    assert failing.left == 0
+    assert set(place.computed().values()) == {1}, "what was computed is not computed again"
+
+
+async def test_a_store_that_goes_on_refusing_is_said_in_the_job(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Failing(shard.commit_shard, StorageError("The disk is full."), 10**6)
+    monkeypatch.setattr(shard, "commit_shard", failing)
+    async with place.worker(), place.client() as client:
+        job = await client.submit(["a"], model=place.model)
+        async with asyncio.timeout(20):
+            while "The disk is full" not in (await client.status(job)).blocked_reason:
+                await asyncio.sleep(0.05)
+        failing.left = 0
+        await whole(place, client, job, 1)
+        assert (await client.status(job)).blocked_reason == ""
+
+
+async def test_a_sealed_segment_that_is_damaged_is_computed_again(place: Place) -> None:
+    from pagemill.jobs.commit import list_segments
+
+    async with place.client() as client:
+        job = await client.submit([f"p{i}" for i in range(60)], model=place.model)
+        async with place.worker(sim_delay_ms=100, sim_max_seqs=4, max_rows_in_flight=4, seal_rows=4):
+            while len(list_segments(place.storage(), job.id)) < 2:
+                await asyncio.sleep(0.05)
+        first, second, *_ = list_segments(place.storage(), job.id)
+        place.storage().delete([first["key"]])
+        place.storage().put(second["key"], b"PAR1 and nothing else")
+        async with place.worker():
+            await whole(place, client, job, 60)
