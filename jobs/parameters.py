@@ -246,7 +246,6 @@ NOTHING: Final[dict[str, Callable[[object], bool]]] = {
 _REMEDIES: Final[dict[str, str]] = {
     "stream": "a batch has nobody to stream to: leave it out or say false",
     "response_format": 'only {"type": "text"} is supported: ask for a format in the prompt',
-    "tools": "tools are not supported: leave it out",
     "best_of": "ask for `n` samples and choose among them",
     "echo": "the prompt is in your input: leave it out or say false",
 }
