@@ -18,6 +18,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pagemill.jobs.errors import StorageError
 from pagemill.jobs.parquet import BATCH_BYTES, BATCH_ROWS, SCHEMA
 from pagemill.jobs.storage import scratch_faults
 
@@ -37,7 +38,7 @@ class Source:
 def merge(sources: Iterable[Source], *, fan_in: int = FAN_IN) -> Iterator[pa.RecordBatch]:
     """All rows of all sources, ascending by row_index, in batches of at most BATCH_ROWS.
 
-    Raises ValueError where two sources hold the same row_index, and what the sources raise.
+    Raises StorageError where two sources hold the same row_index, and what the sources raise.
     """
     runs = sorted(sources, key=lambda source: (source.first, source.last))
     if _overlap(runs) <= fan_in:
@@ -95,7 +96,7 @@ def _sorted(pieces: list[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         table = table.take(pc.sort_indices(table.column("row_index")))
         indexes = table.column("row_index").combine_chunks()
         if pc.any(pc.equal(indexes.slice(1), indexes.slice(0, len(indexes) - 1)), min_count=0).as_py():
-            raise ValueError("two of the merged runs hold the same row")
+            raise StorageError("Two parts hold the same row: the job's objects were changed from outside.")
     yield from table.combine_chunks().to_batches(max_chunksize=BATCH_ROWS)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from result_rows import rows_of
 
+from pagemill.jobs.errors import StorageError
 from pagemill.jobs.merge import Source, merge
 from pagemill.jobs.parquet import BATCH_ROWS, batch_of
 
@@ -77,7 +78,7 @@ def test_batches_stay_small() -> None:
 
 def test_a_row_in_two_runs_is_an_error() -> None:
     for fan_in in (2, 10):
-        with pytest.raises(ValueError, match="same row"):
+        with pytest.raises(StorageError, match="same row"):
             list(merge(Runs([[1, 5], [2, 5], [3, 7]]).sources, fan_in=fan_in))
 
 
