@@ -26,7 +26,7 @@ from pagemill.worker.embedded import embedded_worker
 from pagemill.worker.settings import WorkerSettings
 
 
-async def eventually(true: Callable[[], object], seconds: float = 20.0) -> None:
+async def eventually(true: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until it is; a test that needs the whole time has failed."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -47,7 +47,7 @@ class WorkerProcess:
     def send(self, number: int) -> None:
         self.process.send_signal(number)
 
-    async def ended(self, seconds: float = 20.0) -> int:
+    async def ended(self, seconds: float = 60.0) -> int:
         """Its exit code."""
         await eventually(lambda: self.process.poll() is not None, seconds)
         return self.process.returncode
