@@ -167,7 +167,7 @@ class _Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C is for the tests, which still need us while they end
-                preexec_fn=_die_with_parent() if sys.platform == "linux" else None,
+                preexec_fn=_die_with_parent(),
             )
 
     def _wait(self) -> bool:
@@ -350,7 +350,9 @@ def _weed_binary() -> str:
     return found
 
 
-def _die_with_parent() -> Callable[[], None]:
+def _die_with_parent() -> Callable[[], None] | None:
+    if sys.platform != "linux":
+        return None
     prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork nothing may be imported
     return lambda: prctl(1, signal.SIGKILL) and None
 
@@ -362,7 +364,7 @@ def run(command: Sequence[str]) -> int:
         s3 = stack.enter_context(s3_address())
         env = {**os.environ, "PAGEMILL_TEST_REDIS_URL": redis_url, **s3.variables()}
         try:
-            child = subprocess.Popen(command, env=env)
+            child = subprocess.Popen(command, env=env, preexec_fn=_die_with_parent())
         except OSError as error:
             raise ServerError(f"cannot run {command[0]}: {error.strerror}") from error
 

@@ -22,7 +22,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.loaders import Loader, create_loader
 
 from pagemill.jobs.errors import StorageError
-from pagemill.jobs.storage import StorageOptions
+from pagemill.jobs.storage import Checksums, StorageOptions
 from pagemill.jobs.storage_s3_faults import Place, Unreachable, UploadLost, explain
 
 RETRY_DELAYS: Final = (0.1, 0.3, 0.8, 1.5, 3.0, 5.0, 8.0)
@@ -48,9 +48,12 @@ class Requests:
         self.bucket = bucket
         self.place = Place(server, bucket, f"s3://{bucket}")
         self.delays = delays
+        self.checksums: Checksums = options.checksums or (
+            "when_required" if options.endpoint else "when_supported"
+        )
         self._answered = False
         # Any: the types of boto3's S3 client are a package of their own.
-        self._client: Any = _client(options, self.place)
+        self._client: Any = _client(options, self.checksums, self.place)
 
     def hurried(self) -> Self:
         """The same with little patience, for when a person waits."""
@@ -117,12 +120,11 @@ def _loader() -> Loader:
     return create_loader()
 
 
-def _client(options: StorageOptions, place: Place) -> Any:
+def _client(options: StorageOptions, checksums: Checksums, place: Place) -> Any:
     if bool(options.access_key) != bool(options.secret_key):
         raise StorageError("Only one half of the S3 credentials was given: give access key and secret key.")
     custom = options.endpoint is not None
     path_style = custom if options.path_style is None else options.path_style
-    checksums = options.checksums or ("when_required" if custom else "when_supported")
     try:
         core = botocore.session.get_session()
         core.register_component("data_loader", _loader())

@@ -98,8 +98,11 @@ class Writer:
         if if_absent and self.head(key) is not None:
             raise self._taken(key)  # saves the upload; its completion is what decides
         mark = uuid.uuid4().hex
+        # boto3 adds checksums to the parts by itself, but Amazon wants to hear of them before and after.
+        newer = self._requests.checksums == "when_supported"
+        announced: dict[str, Any] = {"ChecksumAlgorithm": "CRC32"} if newer else {}
         begin = self._requests.call(
-            f"write {key}", "create_multipart_upload", Key=key, Metadata={_MARK: mark}
+            f"write {key}", "create_multipart_upload", Key=key, Metadata={_MARK: mark}, **announced
         )
         upload = begin["UploadId"]
         try:
@@ -129,6 +132,8 @@ class Writer:
                 ContentMD5=_md5((piece,)),
             )
             parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+            if "ChecksumCRC32" in answer:
+                parts[-1]["ChecksumCRC32"] = answer["ChecksumCRC32"]
             size += len(piece)
         return parts, size
 

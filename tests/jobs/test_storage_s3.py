@@ -364,8 +364,13 @@ def test_no_newer_checksum_is_sent_to_or_asked_of_a_custom_endpoint(
         assert "STREAMING" not in exchange.headers.get("x-amz-content-sha256", "")
 
 
-def test_newer_checksums_can_be_had(faulty: FaultyS3, s3: S3) -> None:
+def test_newer_checksums_can_be_had(faulty: FaultyS3, s3: S3, tmp_path: Path) -> None:
     storage = through(faulty, s3, checksums="when_supported")
+    path, expected = file_of(tmp_path, 2 * PART + 1)
+    storage.put_file("large", path)
+    assert digest(storage, "large") == expected
+    assert faulty.requests("POST", "?uploads")[0].headers["x-amz-checksum-algorithm"] == "CRC32"
+    assert faulty.requests("POST", "uploadId=")[0].body.count(b"<ChecksumCRC32>") == 3
     storage.put("x", b"1")
     assert storage.get("x") == b"1"
     assert faulty.requests("GET")[0].headers["x-amz-checksum-mode"] == "ENABLED"
