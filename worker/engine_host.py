@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.jobs.errors import ModelError
 from pagemill.worker.blame import DEATHS_ALONE, Quarantine
+from pagemill.worker.credits import Credits
 from pagemill.worker.engine_process import EngineProcess, Message
 from pagemill.worker.wire import encode
 
@@ -26,6 +26,20 @@ Sink = Callable[[Message], None]
 TICK_S = 1.0
 LOADS = 2  # a model that failed to load this often in a row will not load by itself
 BARREN_LIVES = 4  # lives in a row that ended without finishing a row, and with no row to suspect
+CANARY: Message = {
+    "rid": "canary",
+    "row": {
+        "row_index": 0,
+        "custom_id": "canary",
+        "kind": "completion",
+        "prompt": "Hello",
+        "params": {"max_tokens": 1},
+        "seed": 0,
+    },
+    "context": None,
+    "special": "text",
+    "priority": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,12 @@ class EngineInfo:
     kv_tokens: int
     load_seconds: float
 
+    def described(self) -> str:
+        return (
+            f"{self.model}, {self.dtype} on {self.device}, context {self.context}, "
+            f"{self.kv_tokens} tokens of KV, loaded in {self.load_seconds:.1f} s"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
@@ -62,54 +82,6 @@ class EngineHealth:
     restarts: int
     rows_in_flight: int
     figures: Mapping[str, float]
-
-
-class Credits:
-    """How many rows, and how many of their bytes, may be down in the child. First come, first served.
-
-    A row larger than all the bytes goes alone.
-    """
-
-    def __init__(self, rows: int, size: int) -> None:
-        self._limit, self._rows, self._bytes = rows, rows, size
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def take(self, size: int) -> None:
-        if not self._waiters and self._fits(size):
-            self._move(-1, -size)
-            return
-        granted = asyncio.get_running_loop().create_future()
-        self._waiters.append((size, granted))
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
-                self.give(size)  # granted in the same moment as cancelled
-            else:
-                granted.cancel()
-                self._grant()  # it may have been the one at the head that did not fit
-            raise
-
-    def give(self, size: int) -> None:
-        self._move(1, size)
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._waiters:
-            size, granted = self._waiters[0]
-            if not granted.done():
-                if not self._fits(size):
-                    return
-                self._move(-1, -size)
-                granted.set_result(None)
-            self._waiters.popleft()
-
-    def _fits(self, size: int) -> bool:
-        return self._rows == self._limit or (self._rows > 0 and self._bytes >= size)
-
-    def _move(self, rows: int, size: int) -> None:
-        self._rows += rows
-        self._bytes += size
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +106,9 @@ class EngineHost:
         self._up = False
         self._figures: Mapping[str, float] = {}
         self._restarts = 0
-        self._finished_in_this_life = 0
+        self._fruitful = False  # whether this life finished a row, or left one to suspect
+        self._canary_deaths = 0
+        self._sick = ""  # why no engine of this machine can be trusted
         self._living: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] | None = None
 
@@ -209,34 +183,37 @@ class EngineHost:
 
     async def _live(self) -> None:
         failed_loads = barren = 0
-        assert self._broken is not None
         while True:
             trouble = await self._one_life()
             if trouble is not None:
                 failed_loads += 1
                 # The first load decides at once: nothing has ever shown that it could work.
                 if failed_loads >= LOADS or self._restarts == 0:
-                    self._broken.set_exception(ModelError(trouble))
-                    self._broken.exception()  # seen: it is raised to whoever asks
-                    return
+                    return self._give_up(trouble)
             else:
                 failed_loads = 0
-                barren = 0 if self._finished_in_this_life or self._quarantine.group else barren + 1
+                barren = 0 if self._fruitful else barren + 1
+            if self._sick:
+                return self._give_up(f"{self._sick} This machine or the model's files are at fault, no row.")
             if barren >= BARREN_LIVES:
                 how = self._child.how_it_ended() if self._child is not None else "died"
-                sentence = f"The engine's process {how} {barren} times in a row without finishing a row."
-                self._broken.set_exception(ModelError(sentence))
-                self._broken.exception()
-                return
+                return self._give_up(
+                    f"The engine's process {how} {barren} times in a row without finishing a row."
+                )
             self._restarts += 1
             await asyncio.sleep(0.25 * (failed_loads + barren))
+
+    def _give_up(self, sentence: str) -> None:
+        assert self._broken is not None
+        self._broken.set_exception(ModelError(sentence))
+        self._broken.exception()  # seen: it is raised to whoever asks
 
     async def _one_life(self) -> str | None:
         """Start a child and stay with it to its end. Returns what went wrong if it never got ready."""
         if self._child is not None:
             await self._child.close()
         self._child = child = EngineProcess(self._on_data, self._on_control)
-        self._finished_in_this_life = 0
+        self._fruitful, self._figures = False, {}
         self._loaded = asyncio.get_running_loop().create_future()
         try:
             await child.start(
@@ -275,18 +252,7 @@ class EngineHost:
         if message["op"] == "failed":
             return str(message["message"])
         info = EngineInfo(**{name: message[name] for name in EngineInfo.__slots__})
-        log.info(
-            "engine ready: pid %d, %s, %s on %s, context %d, %d tokens of KV, loaded in %.1f s",
-            *(
-                child.pid,
-                info.model,
-                info.dtype,
-                info.device,
-                info.context,
-                info.kv_tokens,
-                info.load_seconds,
-            ),
-        )
+        log.info("engine ready: pid %d, %s", child.pid, info.described())
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_result(info)
@@ -317,7 +283,13 @@ class EngineHost:
             self._end(rid)
         for row in self._rows.values():
             row.sent = False
-        suspects = child.suspects() & self._rows.keys()
+        noted = child.suspects()
+        if CANARY["rid"] in noted:
+            self._canary_deaths += 1
+            if self._canary_deaths >= DEATHS_ALONE:
+                self._sick = f"The engine's process {child.how_it_ended()} on a known-good row, alone."
+        suspects = noted & self._rows.keys()
+        self._fruitful = self._fruitful or bool(suspects)
         how = child.how_it_ended()
         log.warning("the engine's process %s with %d rows in its step; starting it again", how, len(suspects))
         for rid in self._quarantine.crashed(suspects):
@@ -336,12 +308,18 @@ class EngineHost:
             self._child.send(row.line)
 
     def _resume(self) -> None:
+        if self._quarantine.wants_canary and self._child is not None:
+            self._child.send(encode(CANARY))
+            return
         for rid in list(self._rows):
             self._send(rid)
 
     def _on_data(self, message: Message) -> None:
-        self._finished_in_this_life += 1
-        self._deliver(message)
+        self._fruitful = True
+        if message["rid"] == CANARY["rid"]:
+            self._judge_canary(message)
+        else:
+            self._deliver(message)
 
     def _deliver(self, message: Message) -> None:
         rid = str(message["rid"])
@@ -362,6 +340,18 @@ class EngineHost:
         self._credits.give(len(row.line))
         if self._quarantine.done(rid):
             self._resume()
+
+    def _judge_canary(self, message: Message) -> None:
+        if message["status"] == "completed":
+            self._canary_deaths = 0
+            self._quarantine.vouch()
+            self._resume()
+        else:
+            self._sick = (
+                f"The engine fails on a known-good row: {message.get('error_message', message['status'])}"
+            )
+            if self._child is not None:
+                self._child.kill()
 
     def _on_control(self, message: Message) -> None:
         if message["op"] == "beat":

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagemill.worker.wire import Board, Lines, board_file, encode
@@ -65,31 +65,37 @@ class EngineProcess:
     async def start(self, start: Message, env: dict[str, str]) -> None:
         """Start the process and tell it what to load; its `ready` or `failed` arrives on control."""
         ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
-        fd = board_file()
         try:
-            self._board = Board(fd)
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pagemill.worker.engine_child"),
-                *(str(end) for end in (theirs[0].fileno(), theirs[1].fileno(), fd)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs[0].fileno(), theirs[1].fileno(), fd),
-                env={**os.environ, **env},
-                start_new_session=True,  # ^C at the terminal is the worker's to handle
-            )
+            await self._spawn(theirs, env)
+            self._data = await self._connect(ours[0], self._on_data, self._closed[0])
+            self._control = await self._connect(ours[1], self._on_control, self._closed[1])
         except BaseException:
+            self.kill()
             for end in ours:
                 end.close()
             raise
         finally:
-            os.close(fd)
             for end in theirs:
                 end.close()
-        self._data = await self._connect(ours[0], self._on_data, self._closed[0])
-        self._control = await self._connect(ours[1], self._on_control, self._closed[1])
         self._watching = asyncio.create_task(self._watch(), name="engine process")
         self.tell(start)
+
+    async def _spawn(self, ends: Sequence[socket.socket], env: dict[str, str]) -> None:
+        fd = board_file()
+        try:
+            self._board = Board(fd)
+            fds = (*(end.fileno() for end in ends), fd)
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "pagemill.worker.engine_child", *map(str, fds)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=fds,
+                env={**os.environ, **env},
+                start_new_session=True,  # ^C at the terminal is the worker's to handle
+            )
+        finally:
+            os.close(fd)
 
     async def _connect(
         self, end: socket.socket, on_line: Callable[[Message], None], closed: asyncio.Event

@@ -162,6 +162,7 @@ def host_config(settings: WorkerSettings) -> HostConfig:
         "sim_load_s": settings.sim_load_s,
         "sim_output_chars": settings.sim_output_chars,
         "sim_max_seqs": settings.sim_max_seqs,
+        "sim_die_after_steps": settings.sim_die_after_steps,
         "sim_log": str(settings.sim_log) if settings.sim_log else None,
     }
     return HostConfig(
@@ -170,6 +171,8 @@ def host_config(settings: WorkerSettings) -> HostConfig:
         bytes=settings.max_bytes_in_flight,
         load_timeout_s=settings.load_timeout_s,
         stall_timeout_s=settings.stall_timeout_s,
+        # Every arithmetic library in there reads it; two that each take all cores ruin each other.
+        env={"OMP_NUM_THREADS": str(settings.threads)} if settings.threads else {},
     )
 
 

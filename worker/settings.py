@@ -60,6 +60,9 @@ class WorkerSettings(ClientSettings):
     sim_load_s: float = Field(0.0, ge=0, description="simulated engine: time a load takes")
     sim_output_chars: int = Field(120, ge=1, description="simulated engine: length of an answer")
     sim_max_seqs: int = Field(64, ge=1, description="simulated engine: rows in one step")
+    sim_die_after_steps: int = Field(
+        0, ge=0, description="simulated engine: steps its process lives, 0: for ever"
+    )
     sim_log: Path | None = Field(
         None, description="simulated engine: file that gets the id of each computed row"
     )

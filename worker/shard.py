@@ -87,9 +87,13 @@ class ShardRun:
         """The commit record that counts."""
         await self._take_over()
         while True:
-            await self._compute()
             try:
+                await self._compute()
                 return await self._commit()
+            except Released:
+                if self._guard.leaving and not self._guard.lost:
+                    await self._seal(last=True)
+                raise
             except RowsDoNotMatch as error:
                 if error.unexpected or not error.missing or not self._segments:
                     raise
@@ -169,9 +173,6 @@ class ShardRun:
         """Seal what finishes until nothing is left or the work has to stop."""
         guard, settings = self._guard, self._shop.settings
         while self._left and guard.stop is None:
-            if guard.leaving and not guard.lost:
-                feeding.cancel()
-                await self._seal(last=True)
             guard.check()
             if feeding.done() and not feeding.cancelled() and feeding.exception() is not None:
                 feeding.result()
@@ -206,7 +207,11 @@ class ShardRun:
         shop, guard, lease = self._shop, self._guard, self._guard.lease
         assert lease.shard is not None
         call = partial(write_segment, shop.storage, lease.job, lease.shard, lease.fence, self._seq, rows)
-        segment = await (asyncio.to_thread(call) if last else shop.insist(guard, call))
+        try:
+            segment = await (asyncio.to_thread(call) if last else shop.insist(guard, call))
+        except BaseException:
+            self._finished = rows + self._finished
+            raise
         self._segments.append(segment)
         try:
             outcome = await shop.state.seal(

@@ -49,6 +49,7 @@ class SimulatedEngine:
         self._interval_s = 1 / config["sim_rows_per_second"] if config.get("sim_rows_per_second") else 0.0
         self._chars = int(config.get("sim_output_chars", 120))
         self._max_seqs = int(config.get("sim_max_seqs", 64))
+        self._die_after = int(config.get("sim_die_after_steps", 0))
         self._log = Path(config["sim_log"]) if config.get("sim_log") else None
         self._waiting: deque[Message] = deque()
         self._running: dict[str, _Running] = {}
@@ -133,6 +134,8 @@ class SimulatedEngine:
             return
         self._board.step.write(self._running)
         self._figures["steps"] += 1
+        if self._die_after and self._figures["steps"] > self._die_after:
+            os.kill(os.getpid(), signal.SIGKILL)
         for row in self._running.values():
             prompt = _prompt(row.message["row"])
             if "<<crash>>" in prompt:

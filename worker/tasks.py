@@ -56,6 +56,7 @@ class Leasing:
         self._shop, self._model = shop, model
         self._tasks: dict[asyncio.Task[None], _Slot] = {}
         self._wake = asyncio.Event()
+        self._filling = asyncio.Lock()
         self._leaving = False
         self._failures: Counter[tuple[str, str]] = Counter()
         self.engine: EngineInfo | None = None
@@ -81,7 +82,8 @@ class Leasing:
         while not self._leaving:
             self._wake.clear()
             try:
-                await self._fill()
+                async with self._filling:
+                    await self._fill()
             except PagemillError as error:  # Redis refuses, or speaks another protocol: it may be mended
                 log.error("cannot lease: %s", error)
             with suppress(TimeoutError):
@@ -93,6 +95,9 @@ class Leasing:
         self.wake()
         for slot in self._tasks.values():
             slot.guard.leave()
+        with suppress(TimeoutError):  # a lease that is being asked for; what never arrives here runs out
+            async with asyncio.timeout(1.0), self._filling:
+                pass
         if not self._tasks:
             return
         _, late = await asyncio.wait(list(self._tasks), timeout=patience_s)

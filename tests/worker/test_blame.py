@@ -17,6 +17,10 @@ def run_to_the_end(rows: list[str], poison: set[str], step: int) -> tuple[set[st
     while left:
         assert deaths < 1000, "it goes on for ever"
         running = [rid for rid in left if not quarantine.holds(rid)][:step]
+        if quarantine.wants_canary:
+            assert not running, "nothing runs beside the canary"
+            quarantine.vouch()
+            continue
         assert running, "nothing may run and nothing is done"
         if poison & set(running):
             deaths += 1
@@ -63,6 +67,33 @@ def test_a_death_without_suspects_blames_nobody() -> None:
     quarantine = Quarantine()
     assert quarantine.crashed(set()) == []
     assert quarantine.group is None
+    quarantine.crashed({"a"})
+    for _ in range(5):
+        assert quarantine.crashed(set()) == []
+    assert quarantine.group == ["a"]
+    assert not quarantine.wants_canary
+
+
+def test_the_second_death_alone_counts_only_after_a_canary() -> None:
+    quarantine = Quarantine()
+    quarantine.crashed({"a"})
+    assert quarantine.crashed({"a"}) == []
+    assert quarantine.wants_canary
+    assert quarantine.holds("a")
+    quarantine.vouch()
+    assert not quarantine.holds("a")
+    assert quarantine.holds("b")
+    assert quarantine.crashed({"a"}) == ["a"]
+    assert not quarantine.holds("b")
+
+
+def test_a_death_of_the_canary_asks_for_another() -> None:
+    quarantine = Quarantine()
+    quarantine.crashed({"a"})
+    quarantine.crashed({"a"})
+    assert quarantine.crashed(set()) == []
+    assert quarantine.wants_canary
+    assert quarantine.holds("a")
 
 
 def test_a_row_that_had_not_entered_the_fatal_step_is_cleared() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pagemill.jobs.errors import ModelError
-from pagemill.worker.engine_host import Credits, EngineHost, HostConfig
+from pagemill.worker.engine_host import EngineHost, HostConfig
 
 StartHost = Callable[..., Awaitable[EngineHost]]
 Message = dict[str, Any]
@@ -85,44 +85,6 @@ async def test_no_more_rows_are_down_than_there_are_credits(start_host: StartHos
     await collected.all()
 
 
-async def test_a_waiting_submitter_that_is_cancelled_takes_no_credit() -> None:
-    pool = Credits(1, 100)
-    await pool.take(10)
-    first, second = asyncio.create_task(pool.take(10)), asyncio.create_task(pool.take(10))
-    await asyncio.sleep(0)
-    first.cancel()
-    pool.give(10)
-    await asyncio.wait_for(second, 1)
-    pool.give(10)
-    await asyncio.wait_for(pool.take(10), 1)
-
-
-async def test_a_credit_granted_to_a_submitter_cancelled_in_the_same_moment_goes_on() -> None:
-    pool = Credits(1, 100)
-    await pool.take(10)
-    first, second = asyncio.create_task(pool.take(10)), asyncio.create_task(pool.take(10))
-    await asyncio.sleep(0)
-    pool.give(10)
-    first.cancel()
-    await asyncio.wait_for(second, 1)
-
-
-async def test_a_row_larger_than_all_the_bytes_goes_alone() -> None:
-    pool = Credits(8, 100)
-    await pool.take(10)
-    large = asyncio.create_task(pool.take(1000))
-    small = asyncio.create_task(pool.take(1))
-    await asyncio.sleep(0)
-    assert not large.done()
-    assert not small.done(), "first come, first served: else the large one would wait for ever"
-    pool.give(10)
-    await asyncio.wait_for(large, 1)
-    await asyncio.sleep(0)
-    assert not small.done()
-    pool.give(1000)
-    await asyncio.wait_for(small, 1)
-
-
 async def test_an_aborted_row_is_forgotten_and_its_credit_returns(start_host: StartHost) -> None:
     host, never = await start_host(rows=2), Collected(1)
     await host.submit("a", row("<<slow:600000>>"), never)
@@ -169,6 +131,15 @@ async def test_a_poison_row_is_found_and_its_neighbours_finish(start_host: Start
         rid: message["error_code"] for rid, message in messages.items() if message["status"] != "completed"
     }
     assert failed == {"r17": "poison_row"}
+
+
+async def test_a_sick_machine_makes_no_row_poison(start_host: StartHost) -> None:
+    host, collected = await start_host(rows=8, sim_die_after_steps=1, sim_delay_ms=5), Collected(1)
+    for i in range(4):
+        await host.submit(f"r{i}", row(f"p{i}"), collected)
+    with pytest.raises(ModelError, match="known-good row"):
+        await asyncio.wait_for(host.broken(), 30)
+    assert collected.messages == {}
 
 
 async def test_a_row_that_hangs_its_engine_is_poison_too(

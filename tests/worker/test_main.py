@@ -185,6 +185,19 @@ async def test_a_model_that_does_not_load_is_the_workers_fault(place: Place) -> 
         await client.cancel(job)
 
 
+async def test_stopping_does_not_wait_for_a_model_that_loads(place: Place) -> None:
+    stop = asyncio.Event()
+    async with place.client() as client:
+        job = await client.submit(["", "a"], model=place.model)
+        running = asyncio.create_task(run_worker(place.settings(sim_load_s=600), stop=stop))
+        async with asyncio.timeout(20):
+            while (await client.status(job)).state != "in_progress":
+                await asyncio.sleep(0.05)  # planned meanwhile
+        stop.set()
+        await asyncio.wait_for(running, 20)
+        await client.cancel(job)
+
+
 async def test_other_weights_under_the_same_name_are_refused_and_said(place: Place) -> None:
     async with place.client() as client:
         job = await client.submit([f"p{i}" for i in range(60)], model=place.model)

@@ -130,7 +130,8 @@ class Place:
         """How often the simulated engines have computed each row, by row index."""
         if not self.sim_log.exists():
             return Counter()
-        return Counter(int(rid.rpartition("/")[2]) for rid in self.sim_log.read_text().split())
+        rids = self.sim_log.read_text().split()
+        return Counter(int(rid.rpartition("/")[2]) for rid in rids if rid != "canary")
 
 
 def end_all(place: Place) -> None:
