@@ -23,7 +23,7 @@ from rich.console import Console
 from pagemill.jobs import options, render
 from pagemill.jobs.client import Client, Job
 from pagemill.jobs.errors import JobConflict, JobFailed, UsageError
-from pagemill.jobs.failures import EXIT_CODES, interruptible, report
+from pagemill.jobs.failures import EXIT_CODES, cancelled_by_signals, interruptible, report
 from pagemill.jobs.status import STATES, JobStatus
 
 T = TypeVar("T")
@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         sys.stdout.flush()
     except SystemExit as leaving:
+        # The library makes a 1 of a reader that went away, which is no error of ours.
+        if isinstance(leaving.__context__, BrokenPipeError):
+            return report(leaving.__context__)
         return leaving.code if isinstance(leaving.code, int) else 1
     except BaseException as error:
         return report(_as_ours(error))
@@ -67,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_async(work: Coroutine[Any, Any, T], farewell: str = "Interrupted.") -> T:
-    """The coroutine's result; Ctrl-C ends the command with the farewell."""
+    """The coroutine's result; Ctrl-C or SIGTERM ends the command with the farewell, a second one at once."""
 
     async def guarded() -> T:
-        with interruptible(farewell):
+        with interruptible(farewell), cancelled_by_signals():
             return await work
 
     with interruptible(farewell):

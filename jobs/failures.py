@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -51,6 +52,38 @@ def interruptible(sentence: str) -> Iterator[None]:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise Interrupted(sentence) from None
+
+
+@contextmanager
+def cancelled_by_signals() -> Iterator[None]:
+    """Within the block, Ctrl-C and SIGTERM cancel the current task; a second one ends the process.
+
+    The loop calls these handlers between the steps of its tasks. asyncio's own is called in the middle of
+    one, and a cancel that a task has not met yet when it enters a `timeout(0)` is taken for the timeout's:
+    redis-py enters one before most commands.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    asked = False
+
+    def stop() -> None:
+        nonlocal asked
+        if asked or task is None:
+            os._exit(INTERRUPTED)
+        asked = True
+        task.cancel()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    try:
+        for number in signals:
+            loop.add_signal_handler(number, stop)
+    except (NotImplementedError, RuntimeError, ValueError):  # not the main thread, or a system without them
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 def report(error: BaseException) -> int:

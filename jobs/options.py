@@ -21,6 +21,7 @@ from pagemill.jobs.errors import UsageError
 from pagemill.jobs.inputs import Prompts
 from pagemill.jobs.settings import ClientSettings
 
+PATIENCE_S = 3.0  # for a Redis that does not answer; somebody sits and waits
 CONNECTION = "Where Redis and the store are"
 SAMPLING = "Sampling, for rows that set none"
 
@@ -83,7 +84,12 @@ JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.", show_
 def client(redis_url: str | None, store: str | None, endpoint: str | None, region: str | None) -> Client:
     """The client that these options mean."""
     settings = ClientSettings.load(redis_url=redis_url, store=store, s3_endpoint=endpoint, s3_region=region)
-    return Client(settings.redis_url, settings.store, storage_options=settings.storage_options())
+    return Client(
+        settings.redis_url,
+        settings.store,
+        storage_options=settings.storage_options(),
+        patience=PATIENCE_S,
+    )
 
 
 def sampling(

@@ -166,6 +166,8 @@ class _Meter:
             self.size += len(chunk)
             self._progress(len(chunk))
             yield chunk
+        if self._stop.is_set():  # an end that came of being interrupted is not the input's
+            raise asyncio.CancelledError
 
 
 async def in_daemon_thread(work: Callable[[threading.Event], T]) -> T:

