@@ -184,8 +184,8 @@ class Scheduler:
                 self._waiting.push_first(seq)
                 break
             self._start(seq, found)
+            # Of a row that gets less than all its tokens the budget is used up, and it is the last one.
             budget -= self._grow(seq, budget, plan)
-            promised += blocks_for(len(seq.token_ids)) - len(seq.block_table)
             growth += self.admission.growth(seq)
 
     def _park(self, seq: Sequence, found: int) -> bool:
