@@ -24,7 +24,7 @@ def refusal(request: Request, model: ModelInfo, limits: SchedulerConfig) -> Refu
     length = len(request.prompt_token_ids)
     if length == 0:
         return Refusal("invalid_request", "The prompt is empty: it has no tokens to continue.")
-    if not all(0 <= token < model.vocab_size for token in request.prompt_token_ids):
+    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= model.vocab_size:
         return Refusal(
             "invalid_request",
             f"A prompt token id lies outside the vocabulary, 0 to {model.vocab_size - 1}.",

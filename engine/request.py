@@ -20,8 +20,11 @@ class SamplingParams:
         context or the whole memory pool is full.
     temperature: 0 is greedy. top_p in [0, 1] (0 keeps the best token alone), top_k 0 is off,
         min_p in [0, 1] relative to the best token's probability.
+    min_tokens: until so many are produced nothing ends the row: ends of sequence are not sampled, and stop
+        strings in what is produced until then are passed over.
     stop: strings that end the text, which is cut before the earliest match.
     stop_token_ids: ids that end the text besides the model's own end-of-sequence set.
+    ignore_eos: the model's own ends are tokens like any other; `stop` and `stop_token_ids` still count.
     logprobs: None for none, otherwise how many alternatives to report beside the chosen token.
     sample: which of a row's n samples this is; part of the identity of its noise.
     """
@@ -90,9 +93,10 @@ class Timings:
 class Completion:
     """How a request ended.
 
-    text: decode of all of `token_ids` (special tokens skipped), cut before the earliest stop string.
-    finish_reason: `error` carries `error_code` (`numeric_error`, `prompt_too_long`, `engine_error`)
-        and a message for people; text and token ids are then what was produced before.
+    text: decode of all of `token_ids` (special tokens skipped), without the token that ended it, and cut
+        before the earliest stop string. token_ids holds everything that was produced.
+    finish_reason: `error` carries `error_code` (`invalid_request`, `prompt_too_long`, `numeric_error`,
+        `engine_error`) and a message for people; text and token ids are then what was produced before.
     """
 
     request_id: str

@@ -166,6 +166,8 @@ class Scheduler:
 
     def _admit(self, plan: dict[Sequence, int], budget: int) -> None:
         """Let waiting rows in, in their order; the first that does not fit ends it: none is passed over."""
+        if not self._num_waiting or budget == 0 or len(self._running) >= self.limits.max_num_seqs:
+            return
         # What the running rows are going to take: the rest of their prompts for sure, their answers perhaps.
         promised = sum(blocks_for(len(seq.token_ids)) - len(seq.block_table) for seq in self._running)
         growth = sum(map(self.admission.growth, self._running))
