@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from pagemill.kernels import attention_torch
@@ -23,21 +22,20 @@ def plan_rows(
     query_lengths: Sequence[int],
     lengths: Sequence[int],
     block_tables: Sequence[Sequence[int]],
-    *,
-    block_bytes: int,
-    device: torch.device,
+    layer: Tensor,
 ) -> PackedRows:
     """Describes the rows of a step once, for all its layers.
 
     query_lengths: tokens of each row in this step, >= 1. lengths: keys of each row with this step's included.
-    block_tables: block ids of each row, enough to hold `lengths`. block_bytes: size of one layer of a block.
+    block_tables: block ids of each row, enough to hold `lengths`. layer: any one of the storage's, for its
+    shape.
     Raises ValueError where these contradict each other: attention over memory that holds nothing would
     not fail, it would answer wrongly.
     """
     _check_rows(query_lengths, lengths, block_tables)
-    if device.type != "cpu":
-        raise ValueError(f"There is no attention for device {device.type}.")
-    return attention_torch.plan_rows(query_lengths, lengths, block_tables, block_bytes)
+    if layer.device.type != "cpu":
+        raise ValueError(f"there is no attention for device {layer.device.type}")
+    return attention_torch.plan_rows(query_lengths, lengths, block_tables, layer)
 
 
 def paged_attention(query: Tensor, layer: Tensor, rows: PackedRows, scale: float) -> Tensor:

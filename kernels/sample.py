@@ -13,10 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# Filters look at this many best tokens first; only a row whose filter keeps more sorts its whole vocabulary.
-CANDIDATES = 1024
+# Filters first look at the best WINDOW tokens of the BLOCKS best blocks of BLOCK tokens, which mostly hold
+# all that they keep; then at the best WIDE_WINDOW of all; last they sort the vocabulary. 64 rows of 49,152,
+# one thread of an EPYC 7003: 8, 30 and 290 ms.
+BLOCK, BLOCKS, WINDOW, WIDE_WINDOW = 64, 64, 256, 1024
 # Below this a temperature leaves nothing to chance: a difference of one unit in the last place of a
 # float32 logit, divided by it, is more than the noise can span.
 COLDEST = 1e-8
@@ -98,6 +101,14 @@ def count_tokens(rows: Tensor, tokens: Tensor, num_rows: int, vocabulary: int) -
     return counts.view(num_rows, vocabulary)
 
 
+def best_tokens(logits: Tensor) -> Tensor:
+    """The best token of each row, int64 [rows]; of equals the one with the lowest index."""
+    if logits.device.type == "cpu":
+        # torch's argmax takes nine times as long here (3.2 ms against 0.35 for 64 rows of 49,152).
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor
 ) -> Tensor:
@@ -115,9 +126,8 @@ def sample_tokens(
         tokens[free] = _pick_any(_rows(scaled, free), keys[free])
     bound = torch.nonzero(filtered).squeeze(1)
     if bound.numel():
-        tokens[bound] = _pick_filtered(
-            _rows(scaled, bound), top_k[bound], top_p[bound].double(), min_p[bound].double(), keys[bound]
-        )
+        filters = (top_k[bound], top_p[bound].double(), min_p[bound].double())
+        tokens[bound] = _pick_filtered(_rows(scaled, bound), *filters, keys[bound])
     return tokens
 
 
@@ -129,25 +139,61 @@ def _pick_any(scaled: Tensor, keys: Tensor) -> Tensor:
     """The largest noisy logit over the whole vocabulary, a few rows at a time so that they stay in cache."""
     vocabulary = torch.arange(scaled.shape[1], dtype=torch.int32)[None]
     picks = [
-        (gumbel(keys[i : i + 4], vocabulary).add_(scaled[i : i + 4])).argmax(-1)
+        best_tokens(gumbel(keys[i : i + 4], vocabulary).add_(scaled[i : i + 4]))
         for i in range(0, scaled.shape[0], 4)
     ]
     return torch.cat(picks)
 
 
 def _pick_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, keys: Tensor) -> Tensor:
-    values, indices = scaled.topk(min(CANDIDATES, scaled.shape[1]), dim=-1)
-    totals = scaled.double().exp_().sum(-1)
-    least = _least_kept(values, totals, top_k, top_p, min_p)
-    tokens = _pick_of(values, indices, least, keys)
-    # What ties with the last candidate may lie beyond it, and so may anything a wider filter keeps.
-    if values.shape[1] < scaled.shape[1]:
-        wide = torch.nonzero((least <= values[:, -1]) | (top_k > values.shape[1])).squeeze(1)
-        if wide.numel():
-            values, indices = scaled[wide].sort(dim=-1, descending=True, stable=True)
-            least = _least_kept(values, totals[wide], top_k[wide], top_p[wide], min_p[wide])
-            tokens[wide] = _pick_of(values, indices, least, keys[wide])
+    """Looks at ever more candidates until each row's filters keep none that might lie beyond them."""
+    tokens = torch.empty(scaled.shape[0], dtype=torch.int64)
+    # Only top-p over the whole vocabulary needs the mass of all of it.
+    whole = bool(((top_k == 0) & (top_p < 1)).any())
+    totals = scaled.exp().sum(-1, dtype=torch.float64) if whole else torch.ones_like(top_p)
+    open_rows = torch.arange(scaled.shape[0])
+    for candidates in (_of_best_blocks, _of_wide_window, _of_all):
+        found = candidates(_rows(scaled, open_rows))
+        if found is None:
+            continue
+        values, indices, beyond = found
+        k, filters = top_k[open_rows], (top_p[open_rows], min_p[open_rows])
+        least = _least_kept(values, totals[open_rows], k, *filters)
+        sure = (least > beyond) & (k <= values.shape[1])
+        tokens[open_rows] = _pick_of(values, indices, least, keys[open_rows])
+        open_rows = open_rows[~sure]
+        if not open_rows.numel():
+            break
     return tokens
+
+
+# Candidates: values [rows, n], best first, their indices, and a bound that no other token lies above [rows].
+Candidates = tuple[Tensor, Tensor, Tensor]
+
+
+def _of_best_blocks(scaled: Tensor) -> Candidates | None:
+    rows, vocabulary = scaled.shape
+    if vocabulary < 2 * BLOCK * BLOCKS:
+        return None
+    blocks = F.pad(scaled, (0, -vocabulary % BLOCK), value=-torch.inf).view(rows, -1, BLOCK)
+    highest, which = blocks.view(-1, BLOCK).amax(-1).view(rows, -1).topk(BLOCKS + 1, dim=-1)
+    which = which[:, :BLOCKS]
+    inside = blocks.gather(1, which[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
+    values, places = inside.topk(WINDOW, dim=-1)
+    indices = which.gather(1, places // BLOCK) * BLOCK + places % BLOCK
+    return values, indices, torch.maximum(highest[:, BLOCKS], values[:, -1])
+
+
+def _of_wide_window(scaled: Tensor) -> Candidates | None:
+    if scaled.shape[1] < 2 * WIDE_WINDOW:
+        return None
+    values, indices = scaled.topk(WIDE_WINDOW, dim=-1)
+    return values, indices, values[:, -1]
+
+
+def _of_all(scaled: Tensor) -> Candidates:
+    values, indices = scaled.sort(dim=-1, descending=True, stable=True)
+    return values, indices, torch.full((scaled.shape[0],), -torch.inf)
 
 
 def _least_kept(values: Tensor, totals: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -162,7 +208,7 @@ def _least_kept(values: Tensor, totals: Tensor, top_k: Tensor, top_p: Tensor, mi
     totals = torch.where(top_k > 0, masses.sum(-1), totals)
     before = masses.cumsum(-1) - masses
     # A token stays while the better ones alone do not reach top_p; the best always stays.
-    kept = (before < top_p[:, None] * totals[:, None]) | (top_p >= 1)[:, None]
+    kept = (before < (top_p * totals)[:, None]) | (top_p >= 1)[:, None]
     kept &= (values >= kth) & (values >= min_p.log()[:, None])
     kept[:, 0] = True
     return values.gather(1, kept.sum(-1, keepdim=True) - 1).squeeze(1)

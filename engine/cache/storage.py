@@ -48,11 +48,6 @@ class KVStorage:
         """One layer of all blocks: a view [blocks, 2, kv_heads, head_dim * 16]."""
         return self.tensor[:, index]
 
-    @property
-    def layer_block_bytes(self) -> int:
-        """Bytes of one layer of one block."""
-        return self.tensor[0, 0].numel() * self.tensor.element_size()
-
     def clear(self, blocks: Tensor) -> None:
         """Zeroes blocks that are about to be begun; int64 ids."""
         if blocks.numel():

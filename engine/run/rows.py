@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pagemill.engine.batch import Batch
+from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.config import BLOCK_SIZE
 from pagemill.engine.models.decoder import Inputs
 from pagemill.kernels.attention import plan_rows
@@ -28,7 +29,7 @@ class StepRows:
     last_tokens: torch.Tensor
 
 
-def build_rows(batch: Batch, layer_block_bytes: int, device: torch.device) -> StepRows:
+def build_rows(batch: Batch, storage: KVStorage) -> StepRows:
     token_ids: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
@@ -44,13 +45,8 @@ def build_rows(batch: Batch, layer_block_bytes: int, device: torch.device) -> St
         blocks += [table[position // BLOCK_SIZE] for position in range(begin, end)]
         lengths.append(end)
         starts.append(starts[-1] + new)
-    rows = plan_rows(
-        batch.num_scheduled,
-        lengths,
-        [seq.block_table for seq in batch.sequences],
-        block_bytes=layer_block_bytes,
-        device=device,
-    )
+    tables = [seq.block_table for seq in batch.sequences]
+    rows = plan_rows(batch.num_scheduled, lengths, tables, storage.layer(0))
     where = torch.tensor(positions)
     place = torch.tensor(blocks)
     offsets = where % BLOCK_SIZE

@@ -30,7 +30,7 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         started = time.perf_counter()
-        rows = build_rows(batch, self.storage.layer_block_bytes, self.storage.tensor.device)
+        rows = build_rows(batch, self.storage)
         prepared = time.perf_counter()
         hidden = self.decoder.hidden(rows.inputs, self.storage)
         broken = _broken_rows(hidden, rows)

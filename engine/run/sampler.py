@@ -114,7 +114,7 @@ def _choose(logits: Tensor, sequences: Many[Sequence]) -> Tensor:
     drawn = [i for i, seq in enumerate(sequences) if not _is_greedy(seq.request.sampling)]
     if len(drawn) == len(sequences):
         return _draw(logits, sequences)
-    tokens = logits.argmax(-1)
+    tokens = sample.best_tokens(logits)
     if drawn:
         where = torch.tensor(drawn)
         tokens[where] = _draw(logits[where], [sequences[i] for i in drawn])
