@@ -139,6 +139,8 @@ class Engine:
     def fail_all(self, message: str) -> list[Completion]:
         """End every row with `engine_error`, after a step has raised; the engine is not to be used again."""
         for seq in list(self._rows.values()):
+            # What a step left half done is not touched: giving memory back could raise, and helps nobody.
+            seq.status = Status.FINISHED
             self._end_with_error(seq, "engine_error", message)
         ended, self._ended = self._ended, []
         return ended
