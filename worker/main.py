@@ -116,16 +116,17 @@ async def _load(shop: Workshop, leasing: Leasing, upkeep: Upkeep, ready: Callabl
         await shop.engine.broken()
     except ModelError as error:
         upkeep.phase, upkeep.message = "sick", str(error)
-        await _tell_waiting_jobs(shop, error)
+        what = "model_load_error" if leasing.engine is None else "engine failure"
+        await _tell_waiting_jobs(shop, f"{what} on worker {shop.settings.worker_id}: {error}")
         raise
 
 
-async def _tell_waiting_jobs(shop: Workshop, error: ModelError) -> None:
+async def _tell_waiting_jobs(shop: Workshop, why: str) -> None:
     """A model that does not load is this worker's fault, never a job's; but jobs say why they wait."""
     try:
         async with asyncio.timeout(5.0):
             for job in await shop.state.unfinished(shop.settings.model_name):
-                await shop.tell(job, f"model_load_error on worker {shop.settings.worker_id}: {error}")
+                await shop.tell(job, why)
     except (PagemillError, TimeoutError) as trouble:
         log.warning("jobs could not be told: %s", trouble)
 

@@ -185,6 +185,17 @@ async def test_a_model_that_does_not_load_is_the_workers_fault(place: Place) -> 
         await client.cancel(job)
 
 
+async def test_a_sick_engine_ends_the_worker_and_no_row(place: Place) -> None:
+    async with place.client() as client:
+        job = await client.submit([f"p{i}" for i in range(8)], model=place.model)
+        with pytest.raises(ModelError, match="known-good row"):
+            await asyncio.wait_for(run_worker(place.settings(sim_die_after_steps=1, sim_delay_ms=5)), 40)
+        assert "engine failure" in (await client.status(job)).blocked_reason
+        async with place.worker():
+            rows = await whole(place, client, job, 8)
+    assert {row.status for row in rows} == {"completed"}
+
+
 async def test_stopping_does_not_wait_for_a_model_that_loads(place: Place) -> None:
     stop = asyncio.Event()
     async with place.client() as client:
