@@ -139,10 +139,12 @@ class AsyncEngine:
 
         feeder = asyncio.create_task(feed())
         feeder.add_done_callback(lambda _: finished.put_nowait(None))
+        fed = False
         try:
-            while mine or not feeder.done() or not finished.empty():
+            while mine or not fed:
                 completion = await finished.get()
                 if completion is None:
+                    fed = True
                     feeder.result()  # raises what the source of requests raised
                     continue
                 mine.discard(completion.request_id)

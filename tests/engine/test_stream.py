@@ -111,6 +111,23 @@ async def test_a_source_that_raises_is_raised_to_its_consumer_alone() -> None:
         assert (await engine.submit(request("other", prompt(4), 2))).finish_reason == "length"
 
 
+async def test_a_source_that_raises_after_everything_is_done_is_raised_too() -> None:
+    consumed = asyncio.Event()
+
+    async def source() -> AsyncIterator[Request]:
+        yield request("mine", prompt(4), 2)
+        await consumed.wait()
+        raise OSError("the file is gone")
+
+    async with AsyncEngine(fake_engine()) as engine:
+        generator = engine.generate(source())
+        assert (await anext(generator)).request_id == "mine"
+        consumed.set()
+        await asyncio.sleep(0)
+        with pytest.raises(OSError, match="the file is gone"):
+            await anext(generator)
+
+
 async def test_a_stream_is_the_completion_in_pieces() -> None:
     async with AsyncEngine(fake_engine()) as engine:
         deltas = [delta async for delta in engine.stream(request("a", prompt(4), 30))]
