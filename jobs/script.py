@@ -107,10 +107,12 @@ class Scripts:
     async def patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Awaits `attempt` until it succeeds, fails for good, or patience ends."""
         deadline = time.monotonic() + self.patience_s
-        pause = _FIRST_PAUSE_S
+        pause, cancels = _FIRST_PAUSE_S, _cancels()
         while True:
             try:
-                return await attempt()
+                result = await attempt()
+                _heed_cancel(cancels)
+                return result
             except (RedisError, OSError) as error:
                 if not _passes(error):
                     raise _refused(error) from error
@@ -122,6 +124,7 @@ class Scripts:
                     error, ReadOnlyError
                 ):  # a failover: the old primary's connections lead to a replica
                     await self.redis.connection_pool.disconnect(inuse_connections=False)
+            _heed_cancel(cancels)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, _LONGEST_PAUSE_S)
 
@@ -146,10 +149,11 @@ class Scripts:
 
 
 def decoded(reply: Any) -> Any:
-    """Bytes as text, all the way down, whether or not the client was told to decode."""
+    """Bytes as text, all the way down, whether or not the client was told to decode; sequences become
+    lists."""
     if isinstance(reply, bytes):
         return reply.decode("utf-8", "replace")
-    if isinstance(reply, (list, tuple)):
+    if isinstance(reply, (list, tuple, set)):
         return [decoded(item) for item in reply]
     if isinstance(reply, dict):
         return {decoded(key): decoded(value) for key, value in reply.items()}
@@ -160,6 +164,19 @@ def pairs(flat: Iterable[Any]) -> dict[str, str]:
     """The name, value, name, value… of HGETALL inside a script, as a dict."""
     items = iter(flat)
     return {str(name): str(value) for name, value in zip(items, items, strict=True)}
+
+
+def _cancels() -> int:
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def _heed_cancel(before: int) -> None:
+    """A cancel that arrives as a command has just been sent is lost in redis-py on Python 3.11, whose
+    `asyncio.wait_for` then returns the result instead; whoever waits for the task's end would wait for
+    ever."""
+    if _cancels() > before:
+        raise asyncio.CancelledError
 
 
 async def _awaited(call: Any) -> Any:

@@ -3,7 +3,8 @@
 --
 --   <prefix>:model:<M>:ready   one member for each job with a task to lease, in the order of leasing: all scores
 --                              are 0 and the member's text sorts. Its parts are priority (high first), live leases
---                              (few first), the turn of the last lease (long ago first), job.
+--                              (few first), the turn of the last lease, at first of the creation (long ago first),
+--                              job.
 --   <prefix>:model:<M>:due     job -> when its next lease (or its rebuild) runs out
 --
 -- Both are functions of a job's own keys, brought up to date by index(). Every script may run twice.

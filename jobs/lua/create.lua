@@ -19,7 +19,8 @@ redis.call('HSET', root, 'state', 'validating', 'blocked_reason', '', 'model', m
 touch(root, now)
 redis.call('HSET', meta, 'model', model, 'digest', digest, 'epoch', ARGV[4], 'priority', ARGV[6], 'max_shards', ARGV[7],
   'retention', ARGV[9], 'context', ARGV[10], 'fingerprint', '', 'stop', '', 'planned', '', 'blocked_by', '',
-  'turn', 0, 'ready', '', 'hold', ARGV[15], 'hold_until', tonumber(ARGV[14]) > 0 and whole(now + ARGV[14]) or '0')
+  'turn', redis.call('INCR', model_key(model, 'turn')), 'ready', '', 'hold', ARGV[15],
+  'hold_until', tonumber(ARGV[14]) > 0 and whole(now + ARGV[14]) or '0')
 redis.call('ZADD', root .. ':pending', place_of('plan'), 'plan')
 redis.call('ZADD', PREFIX .. ':jobs', tonumber(ARGV[12]), job)
 redis.call('SADD', model_key(model, 'jobs'), job)
