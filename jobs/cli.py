@@ -22,7 +22,7 @@ from rich.console import Console
 
 from pagemill.jobs import options, render
 from pagemill.jobs.client import Client, Job
-from pagemill.jobs.errors import JobConflict, JobFailed, UsageError
+from pagemill.jobs.errors import JobConflict, JobFailed, JobNotFound, PagemillError, UsageError
 from pagemill.jobs.failures import EXIT_CODES, cancelled_by_signals, interruptible, report
 from pagemill.jobs.status import STATES, JobStatus
 
@@ -163,6 +163,7 @@ def submit(
     ] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens a row needs at most.")] = None,
     max_rows: Annotated[int | None, typer.Option(min=1, help="Refuse a longer file.")] = None,
+    max_line_bytes: Annotated[int | None, typer.Option(min=1, help="Longer lines are error rows.")] = None,
     strict: options.Strict = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow the job until it ends.")] = False,
     as_json: options.Json = False,
@@ -186,7 +187,7 @@ def submit(
                 job = await client.submit(
                     source, model=model, job_id=job_id, idempotency_key=idempotency_key, name=name,
                     defaults=parameters, seed=seed, priority=priority, max_shards=max_shards, deadline=limit,
-                    context=context, max_rows=max_rows, strict=strict,
+                    context=context, max_rows=max_rows, max_line_bytes=max_line_bytes, strict=strict,
                 )  # fmt: skip
             if watch:
                 render.say(job.id)
@@ -361,10 +362,26 @@ def results(
         raise UsageError("--errors goes with --format openai.")
     if as_json and format is Format.openai:
         raise UsageError("--json is --format jsonl, and does not go with openai.")
-    rows = options.client(redis_url, store, s3_endpoint, s3_region).results(job, partial=partial).sync
-    if format is Format.openai:
-        export.export_openai(rows, output, errors)
-    elif as_json or format is Format.jsonl:
-        export.export_jsonl(rows, output)
-    else:
-        export.export_table(rows, output)
+    client = options.client(redis_url, store, s3_endpoint, s3_region)
+    rows = client.results(job, partial=partial).sync
+    try:
+        if format is Format.openai:
+            export.export_openai(rows, output, errors)
+        elif as_json or format is Format.jsonl:
+            export.export_jsonl(rows, output)
+        else:
+            export.export_table(rows, output)
+    except JobNotFound as error:
+        elsewhere = run_async(_output_of(client, job))
+        if elsewhere is None:
+            raise
+        raise JobNotFound(f"{str(error).rstrip('.')}; Redis says that it is {elsewhere}.") from None
+
+
+async def _output_of(client: Client, job: str) -> str | None:
+    """Where Redis, if it is there, says that the job's results are; None where it says nothing of it."""
+    try:
+        async with client:
+            return (await client.status(job)).output
+    except PagemillError:
+        return None

@@ -16,16 +16,15 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypedDict, Unpack
+from typing import Any, Literal, Protocol, Self, Unpack
 
 from pagemill.jobs import layout, tickets
-from pagemill.jobs.errors import JobFailed, JobNotFound, RedisUnavailable, UsageError
+from pagemill.jobs.errors import JobFailed, JobNotFound, RedisUnavailable
 from pagemill.jobs.inputs import Prompts, open_source
 from pagemill.jobs.reading import AsyncResults, Results
 from pagemill.jobs.remembered import output_url, remembered
@@ -35,6 +34,7 @@ from pagemill.jobs.state import State
 from pagemill.jobs.status import JobStatus, WorkerInfo
 from pagemill.jobs.storage import Storage, StorageOptions, decide, open_storage
 from pagemill.jobs.submission import accept
+from pagemill.jobs.terms import Sampling, When, checked_model, chosen_id, moment, seconds
 
 PATIENCE_S = 5.0
 """How long one call waits for a Redis that is away. Workers wait longer; a person at a terminal should
@@ -42,8 +42,6 @@ not."""
 POLL_S = 1.0
 PAGE = 200
 OVERTAKEN_S = 5.0
-
-When = datetime | timedelta | float
 
 
 class Named(Protocol):
@@ -54,28 +52,6 @@ class Named(Protocol):
 
 
 AnyJob = str | Named
-
-
-class Sampling(TypedDict, total=False):
-    """Sampling parameters for every row that does not set its own; unset ones are the model's."""
-
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    n: int
-    stop: str | list[str]
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: dict[str, float]
-    logprobs: bool | int
-    top_logprobs: int
-    truncate_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +134,9 @@ class Client:
         context: int | None = None,
         strict: bool = False,
         max_rows: int | None = None,
+        max_line_bytes: int | None = None,
+        shard_rows: int | None = None,
+        shard_tokens: int | None = None,
         model_policy: Literal["override", "match"] = "override",
         special_tokens_in_content: Literal["text", "parse", "error"] = "text",
         retention: timedelta | float | None = None,
@@ -183,33 +162,37 @@ class Client:
             `batch_expired`.
         context: tokens a row needs at most, where less than the model's; smaller workers can then help.
         strict: fail the job for the first bad line instead of giving that line an error row. max_rows: refuse
-            longer inputs.
+            longer inputs. max_line_bytes: longer lines are error rows (default 16 MiB).
+        shard_rows, shard_tokens: most rows, and about how many tokens, make a shard, which one worker takes.
         model_policy: `override` replaces the model a row names, `match` makes a differing one an error.
-        special_tokens_in_content: what chat text that spells a control token is: plain text, the token, or an
-        error.
+        special_tokens_in_content: chat text that spells a control token is text, the token, or an error.
         retention: how long Redis remembers the job after its end (default a week); the store forgets nothing.
         progress: called with the size of each uploaded piece, from another thread.
         """
-        if not model.strip():
-            raise UsageError("Name the model that the job is for.")
-        chosen = _chosen_id(job_id, idempotency_key)
+        chosen = chosen_id(job_id, idempotency_key)
         job = chosen or new_job_id()
         fields = {
-            "model": model,
+            "model": checked_model(model),
             "created_at": time.time(),
             "defaults": {**(defaults or {}), **sampling},
             "seed": default_seed(job) if seed is None else seed,
             "priority": priority,
             "max_shards": max_shards,
-            "expires_at": _moment(deadline),
+            "expires_at": moment(deadline),
             "context": context,
             "strict": strict,
             "max_rows": max_rows,
             "model_policy": model_policy,
             "special_tokens_in_content": special_tokens_in_content,
             "idempotency_key": idempotency_key,
-            **({} if retention is None else {"retention_s": int(_seconds(retention))}),
         }
+        limits = {
+            "max_line_bytes": max_line_bytes,
+            "shard_rows": shard_rows,
+            "shard_tokens": shard_tokens,
+            "retention_s": None if retention is None else int(seconds(retention)),
+        }
+        fields |= {name: value for name, value in limits.items() if value is not None}
         source = open_source(prompts, self.storage_options, name=name)
         await self.state()  # before the upload: a Redis that is down is told at once
         spec, known = await accept(
@@ -402,30 +385,3 @@ class Job:
 
 def _id(job: AnyJob) -> str:
     return check_job_id(job if isinstance(job, str) else job.id)
-
-
-def _chosen_id(job_id: str | None, idempotency_key: str | None) -> str | None:
-    if job_id is not None and idempotency_key is not None:
-        raise UsageError("Give a job_id or an idempotency_key, not both: each names the job.")
-    if idempotency_key is not None:
-        return "key-" + hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]
-    return None if job_id is None else check_job_id(job_id)
-
-
-def _moment(deadline: When | None) -> float | None:
-    """A deadline as seconds since the epoch."""
-    if deadline is None:
-        return None
-    if isinstance(deadline, datetime):
-        if deadline.tzinfo is None:
-            raise UsageError("The deadline has no time zone; give one: datetime.now(timezone.utc) + …")
-        moment = deadline.timestamp()
-    else:
-        moment = time.time() + _seconds(deadline)
-    if moment <= time.time():
-        raise UsageError("The deadline has passed already.")
-    return moment
-
-
-def _seconds(span: timedelta | float) -> float:
-    return span.total_seconds() if isinstance(span, timedelta) else float(span)

@@ -16,10 +16,11 @@ from typing import Annotated, Any
 
 import typer
 
-from pagemill.jobs.client import Client, When
+from pagemill.jobs.client import Client
 from pagemill.jobs.errors import UsageError
 from pagemill.jobs.inputs import Prompts
 from pagemill.jobs.settings import ClientSettings
+from pagemill.jobs.terms import When
 
 PATIENCE_S = 3.0  # for a Redis that does not answer; somebody sits and waits
 CONNECTION = "Where Redis and the store are"

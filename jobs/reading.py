@@ -8,7 +8,8 @@ This room may not know Redis: results are read from the store alone, so they out
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import contextlib
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
@@ -100,6 +101,12 @@ class AsyncResults:
 async def threaded(start: Callable[[], Iterator[T]], hop: int = ROWS_A_HOP) -> AsyncIterator[T]:
     """A blocking iterator for an event loop: `hop` items are drawn in a thread at a time."""
     iterator = await asyncio.to_thread(start)
-    while items := await asyncio.to_thread(lambda: list(islice(iterator, hop))):
-        for item in items:
-            yield item
+    try:
+        while items := await asyncio.to_thread(lambda: list(islice(iterator, hop))):
+            for item in items:
+                yield item
+    finally:
+        # Left early: what it holds open is closed now, unless its thread is still drawing from it.
+        with contextlib.suppress(ValueError):
+            if isinstance(iterator, Generator):
+                iterator.close()

@@ -81,9 +81,8 @@ def print_fields(fields: Mapping[str, str], colours: Mapping[str, str] | None = 
     width = max(map(len, shown), default=0)
     console = Console(soft_wrap=True, highlight=False)
     for name, value in shown.items():
-        console.print(
-            Text(f"{name.ljust(width)}  ", "dim").append(Text(value, (colours or {}).get(name, "default")))
-        )
+        line = Text().append(f"{name.ljust(width)}  ", "dim")
+        console.print(line.append(value, (colours or {}).get(name, "")))
 
 
 def print_jobs(jobs: Iterable[JobStatus]) -> None:
@@ -118,7 +117,7 @@ def print_results(rows: Iterable[ResultRow]) -> int:
     rest = max(20, console.width - 7 - 17 - 2)
     for row in rows:
         count += 1
-        line = Text(f"{row.row_index:>5}  ", "dim")
+        line = Text().append(f"{row.row_index:>5}  ", "dim")
         line.append(_fit(harmless(row.custom_id), 15) + "  ", "cyan")
         line.append(_fit(harmless(_answer(row)), rest).rstrip(), "red" if row.status == "failed" else "")
         console.print(line, no_wrap=True, overflow="ignore", crop=True)
@@ -210,6 +209,8 @@ class Follower:
         self.console = console
         self._said = ""
         self._said_at = float("-inf")
+        self._fast = ""
+        self._fast_at = float("-inf")
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -236,6 +237,13 @@ class Follower:
             self._said, self._said_at = news, time.monotonic()
             self._line(status)
 
+    def _speed(self, status: JobStatus) -> str:
+        """What is going on, or was a moment ago: between two shards there are no live figures."""
+        now = speed_text(status)
+        if now or time.monotonic() - self._fast_at > PLAIN_EVERY_S or status.terminal:
+            self._fast, self._fast_at = now, time.monotonic()
+        return self._fast
+
     def close(self) -> None:
         """Takes the bar away."""
         if self._bar is not None:
@@ -257,7 +265,7 @@ class Follower:
             self._task = self._bar.add_task("", total=None, now="")
             self._bar.start()
         assert self._task is not None
-        now = f"blocked: {harmless(status.blocked_reason)}" if status.blocked_reason else speed_text(status)
+        now = f"blocked: {harmless(status.blocked_reason)}" if status.blocked_reason else self._speed(status)
         failed = f"[red]{status.failed:,} failed[/red] " if status.failed else ""
         self._bar.update(
             self._task,

@@ -131,8 +131,8 @@ def run(
     """
     parameters = options.sampling(max_tokens, temperature, top_p, top_k, stop, others)
     prompts, name = options.prompts(file)
-    require("embedded")
     settings = _settings(
+        "embedded",
         store=store or str(output),
         model=model,
         dtype=dtype,
@@ -250,13 +250,13 @@ def doctor(
     return 1 if any(finding.verdict == "broken" for finding in findings) else 0
 
 
-def _settings(**given: Any) -> WorkerSettings:
-    """The settings, on a machine that has what a worker needs (which a simulated engine does not)."""
+def _settings(*extras: str, **given: Any) -> WorkerSettings:
+    """The settings, on a machine that has these extras and the worker's, which a simulated engine does
+    without."""
     from pagemill.worker.settings import WorkerSettings
 
     settings = WorkerSettings.load(**given)
-    if settings.engine == "native":
-        require("worker")
+    require(*(["worker"] if settings.engine == "native" else []), *extras)
     return settings
 
 

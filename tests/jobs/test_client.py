@@ -196,7 +196,7 @@ async def test_bad_parameters_are_refused_before_anything_is_stored(client: Clie
     for wrong in ({"temperature": 9.0}, {"seed": -1}, {"defaults": {"nonsense": 1}}, {"priority": 10**9}):
         with pytest.raises(UsageError):
             await client.submit(["x"], model=model, **wrong)  # type: ignore[arg-type]
-    for model_name in ("", "  "):
+    for model_name in ("", "  ", "a\nb", "a\x1b[2J"):
         with pytest.raises(UsageError):
             await client.submit(["x"], model=model_name)
     with pytest.raises(UsageError, match="not a job id"):
@@ -209,6 +209,17 @@ async def test_an_explicit_zero_is_a_value(client: Client, model: str) -> None:
     spec = read_json(client.storage, layout.job(job.id))
     assert spec is not None
     assert spec["defaults"] == {"temperature": 0, "top_k": 0, "presence_penalty": 0}
+
+
+async def test_limits_go_into_the_job(client: Client, model: str) -> None:
+    job = await client.submit(
+        ["short", "x" * 200], model=model, max_line_bytes=100, shard_rows=1, retention=60
+    )
+    await finish(client, model)
+    assert [row.error_code for row in await job.results().list()] == [None, "line_too_long"]
+    spec = read_json(client.storage, layout.job(job.id))
+    assert spec is not None
+    assert (spec["retention_s"], spec["shard_rows"]) == (60, 1)
 
 
 async def test_deadlines_are_spans_or_moments_with_a_zone(client: Client, model: str) -> None:
