@@ -13,6 +13,7 @@ into one. `generate` limits how much it submits ahead; nothing else needs a limi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -197,10 +198,12 @@ class AsyncEngine:
             if finished is not None:
                 finished.done(completion)
 
-    def _settle(self, failure: BaseException | None) -> None:
-        """The thread has ended: whoever still waits (had sent something it never saw) is told so too."""
+    def _settle(self, failure: BaseException | None, last: list[Completion], deltas: list[Delta]) -> None:
+        """The thread has ended, with these for news. Whoever waits beyond them is told so too: what they had
+        sent was never seen. Nobody is told before `_ended` is set, or they might send more."""
         self._ended = True
         self.failure = failure
+        self._deliver(last, deltas)
         for caller in list(self._callers.values()):
             self._deliver([_unserved(caller.request, failure)], [])
 
@@ -208,18 +211,20 @@ class AsyncEngine:
 
     def _run(self) -> None:
         failure: BaseException | None = None
+        last: list[Completion] = []
         try:
             self._serve()
         except BaseException as error:
             failure = error
             log.exception("The engine failed; every outstanding row ends with engine_error.")
-            self._hand_over(self.engine.fail_all(f"The engine failed: {error!r}"))
+            last = self.engine.fail_all(f"The engine failed: {error!r}")
         finally:
-            self._call(lambda: self._settle(failure))
+            deltas = self.engine.take_deltas()
+            self._call(lambda: self._settle(failure, last, deltas))
 
     def _serve(self) -> None:
         engine = self.engine
-        while True:
+        while not self._orphaned():
             for message in self._next_messages():
                 if isinstance(message, _Add):
                     engine.add(message.request, stream=message.stream)
@@ -227,8 +232,8 @@ class AsyncEngine:
                     engine.abort(message.request_id)
             if self._closing:
                 engine.abort_all()
-            if engine.has_work and not self._hand_over(engine.step()):
-                return
+            if engine.has_work:
+                self._hand_over(engine.step())
             self._look()
             if self._closing:
                 return
@@ -243,20 +248,20 @@ class AsyncEngine:
             self._inbox.clear()
         return messages
 
-    def _hand_over(self, completions: list[Completion]) -> bool:
-        """Give the event loop what a step brought; False when there is no loop any more."""
+    def _hand_over(self, completions: list[Completion]) -> None:
+        """Give the event loop what a step brought."""
         deltas = self.engine.take_deltas()
-        if not completions and not deltas:
-            return True
-        return self._call(lambda: self._deliver(completions, deltas))
+        if completions or deltas:
+            self._call(lambda: self._deliver(completions, deltas))
 
-    def _call(self, function: Callable[[], None]) -> bool:
+    def _orphaned(self) -> bool:
+        """Whether the event loop went away without `close`: nobody is left to work for."""
+        return self._loop is None or self._loop.is_closed()
+
+    def _call(self, function: Callable[[], None]) -> None:
         assert self._loop is not None
-        try:
+        with contextlib.suppress(RuntimeError):  # closed at this moment
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # closed without `close`: nobody is left to tell
-            return False
-        return True
 
     def _look(self) -> None:
         now = time.monotonic()

@@ -228,7 +228,8 @@ async def test_generate_tells_of_a_failing_step() -> None:
     with pytest.raises(EngineFailed):
         async for completion in engine.generate(rows(30, max_tokens=100), ahead=4):
             seen.append(completion)
-    assert [c.error_code for c in seen] == ["engine_error"] * 4
+    # As many as were submitted by then, and none of the others.
+    assert 1 <= len(seen) <= 4 and {c.error_code for c in seen} == {"engine_error"}
     await engine.close()
 
 
