@@ -11,13 +11,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import zstandard
 
 from pagemill.jobs.errors import PlanRefused, RowFault
-
-Suffix = Literal["", ".gz", ".zst"]
 
 DEFAULT_MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 DEFAULT_MAX_EXPANDED_BYTES: Final = 1 << 40
@@ -49,12 +47,6 @@ class Line:
     row_index: int
     data: bytes
     fault: RowFault | None = None
-
-
-def suffix_of(name: str) -> Suffix:
-    """How a file of that name is compressed."""
-    lower = name.lower()
-    return ".gz" if lower.endswith(".gz") else ".zst" if lower.endswith((".zst", ".zstd")) else ""
 
 
 def read_lines(

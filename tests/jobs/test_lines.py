@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.jobs.errors import PlanRefused
-from pagemill.jobs.lines import ZSTD_MAX_WINDOW, Line, read_lines, suffix_of
+from pagemill.jobs.lines import ZSTD_MAX_WINDOW, Line, read_lines
 
 
 class Drip:
@@ -261,12 +261,6 @@ def test_a_zstd_window_larger_than_we_hold_is_refused() -> None:
 def test_an_unknown_compression_is_refused() -> None:
     with pytest.raises(PlanRefused, match=r"\.xz"):
         read(b"a", suffix=".xz")
-
-
-def test_names_tell_the_compression() -> None:
-    assert [suffix_of(name) for name in ("a.jsonl", "a.jsonl.gz", "A.JSONL.ZST", "-", "a.gz.txt")] == [
-        "", ".gz", ".zst", "", "",
-    ]  # fmt: skip
 
 
 # --- other encodings ---
