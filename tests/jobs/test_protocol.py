@@ -177,7 +177,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(held=leases, take=st.sampled_from([0, 1, 2]))
     def work(self, held: Held, take: int) -> None:
-        """Whoever believes to hold a task may end it: one decision wins in the store, all tell Redis of it."""
+        """Whoever believes to hold a task may end it: one decision wins in the store, all tell of it."""
         job = self.jobs[held.lease.job]
         if held.lease.kind == "plan":
             self.tell_plan(job)
