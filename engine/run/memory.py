@@ -49,7 +49,7 @@ def plan_memory(
     """
     num_blocks, context = config.num_blocks, config.context
     one = block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    budget = f"{num_blocks} blocks" if num_blocks is not None else f"kv_cache_gb {config.kv_cache_gb:g}"
+    budget = f"num_blocks {num_blocks}" if num_blocks is not None else f"kv_cache_gb {config.kv_cache_gb:g}"
     blocks = num_blocks if num_blocks is not None else int(config.kv_cache_gb * GIB // one)
     if blocks < 1:
         raise OutOfMemory(
@@ -93,7 +93,10 @@ def check_weights_fit(spec: DecoderSpec, dtype: torch.dtype, available: int | No
 
 
 def _size(count: int) -> str:
-    return f"{count / GIB:.2f} GiB" if abs(count) >= GIB // 10 else f"{count / (1 << 20):.1f} MiB"
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
+        if abs(count) * 10 >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count / 1024:.1f} KiB"
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
