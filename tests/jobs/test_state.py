@@ -160,7 +160,7 @@ async def test_a_stop_after_the_plan_was_made_leaves_its_shards_to_drain(state: 
 
 
 async def test_planning_an_unknown_job_says_so(state: State) -> None:
-    with pytest.raises(JobNotFound, match="recover"):
+    with pytest.raises(JobNotFound, match="Redis knows no job"):
         await state.planned("job-nobody-knows", "f", make_plan(1))
 
 
