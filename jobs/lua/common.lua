@@ -151,12 +151,15 @@ local function forget(root, task)
   redis.call('HDEL', root .. ':holders', task)
 end
 
--- A fault that somebody can mend is no state: it is a sentence, until work on the job succeeds again.
+-- A fault that somebody can mend is no state: it is a sentence, until work on the job succeeds again. `by` tells what
+-- ends it: a lease ends 'nobody' and 'refusal', any success ends 'worker'. Refused workers ask again every second, each
+-- with a sentence of its own: that is worth one event.
 local function block(root, reason, by)
   if get(root, 'blocked_reason') == reason then return end
+  local before = get(root .. ':meta', 'blocked_by')
   redis.call('HSET', root, 'blocked_reason', reason)
   redis.call('HSET', root .. ':meta', 'blocked_by', by)
-  event(root, 'blocked', 'reason', reason)
+  if by ~= 'refusal' or before ~= by then event(root, 'blocked', 'reason', reason) end
 end
 
 local function unblock(root)

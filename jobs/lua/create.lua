@@ -28,7 +28,7 @@ redis.call('SADD', PREFIX .. ':models', model)
 if ARGV[8] ~= '0' then redis.call('ZADD', PREFIX .. ':deadlines', ARGV[8], job) end
 event(root, 'state', 'state', 'validating')
 if redis.call('ZCOUNT', model_key(model, 'workers'), now, '+inf') == 0 then
-  block(root, 'no worker serves ' .. model, 'lease')
+  block(root, 'no worker serves ' .. model, 'nobody')
 end
 index(job)
 return { 'created' }

@@ -69,7 +69,7 @@ local function choose(job)
     return task, m
   end
   if fingerprint ~= '' and redis.call('ZCARD', root .. ':leases') == 0 then
-    block(root, 'worker ' .. worker .. ' is refused: ' .. why, 'lease')
+    if m.blocked_by ~= 'worker' then block(root, 'worker ' .. worker .. ' is refused: ' .. why, 'refusal') end
   end
   return nil
 end
@@ -93,7 +93,7 @@ local function take(job, task, m)
   redis.call('HSET', root .. ':holders', task, cjson.encode(holder))
   redis.call('HINCRBY', root .. ':attempts', task, 1)
   redis.call('HSET', root .. ':meta', 'turn', redis.call('INCR', model_key(m.model, 'turn')))
-  if m.blocked_by == 'lease' then unblock(root) end
+  if m.blocked_by == 'nobody' or m.blocked_by == 'refusal' then unblock(root) end
   if get(root, 'started_at') == '' then redis.call('HSET', root, 'started_at', seconds(now)) end
   touch(root, now)
   extend(job, task)

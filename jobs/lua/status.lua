@@ -15,9 +15,9 @@ for _, one in ipairs(all) do live = live or cjson.decode(one).at + tonumber(ARGV
 if not live then
   for i = 1, #IDLE, 2 do set(IDLE[i], IDLE[i + 1]) end
 end
-local model = values[field.model]
-local idle = values[field.blocked_reason] == '' and redis.call('ZCARD', root .. ':leases') == 0
-if idle and redis.call('ZCOUNT', model_key(model, 'workers'), now, '+inf') == 0 then
-  set('blocked_reason', 'no worker serves ' .. model)
-end
+local nobody = 'no worker serves ' .. values[field.model]
+local served = redis.call('ZCOUNT', model_key(values[field.model], 'workers'), now, '+inf') > 0
+local reason = values[field.blocked_reason]
+if served and reason == nobody then set('blocked_reason', '') end
+if not served and reason == '' and redis.call('ZCARD', root .. ':leases') == 0 then set('blocked_reason', nobody) end
 return values

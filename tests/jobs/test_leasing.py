@@ -282,6 +282,24 @@ async def test_other_weights_are_refused_and_the_job_says_so(state: State) -> No
     assert await blocked_reason(state, job) == ""
 
 
+async def test_refused_workers_that_ask_again_and_again_are_one_event(state: State) -> None:
+    job = await planned_job(state, 5)
+    await state.release(job, "shard:0", (await leased(state)).fence)
+    for worker in ("w2", "w3", "w2", "w3"):
+        assert await lease(state, worker=worker, fingerprint="weights-b") is None
+        assert f"worker {worker} is refused" in await blocked_reason(state, job)
+    refused = [event for event in await state.events(job) if "refused" in event.data.get("reason", "")]
+    assert len(refused) == 1
+
+
+async def test_a_refusal_does_not_hide_what_a_worker_said(state: State) -> None:
+    job = await planned_job(state, 5)
+    await state.release(job, "shard:0", (await leased(state)).fence)
+    await state.block(job, "The store refuses.")
+    assert await lease(state, worker="w2", fingerprint="weights-b") is None
+    assert await blocked_reason(state, job) == "The store refuses."
+
+
 async def test_a_refusal_is_not_told_while_others_work_on_the_job(state: State) -> None:
     job = await planned_job(state, 5, 5)
     await leased(state, fingerprint="weights-a")

@@ -105,6 +105,11 @@ async def test_every_script_is_valid_and_says_why_it_may_run_twice(state: State,
     assert not any(word in text for word in ("'KEYS'", "'SCAN'", "math.random"))
 
 
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_every_script_is_in_the_readme(verb: str) -> None:
+    assert f"`{verb}`" in Path(script.__file__).with_name("README.md").read_text()
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "error",

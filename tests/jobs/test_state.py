@@ -561,8 +561,9 @@ async def test_a_job_without_a_worker_says_so_until_one_comes(state: State) -> N
     await state.create(spec, "out")
     assert (await status(state, spec.job)).blocked_reason == f"no worker serves {MODEL}"
     await state.heartbeat(WorkerInfo("w1", models=(MODEL,)), 60_000)
-    await leased(state)
     assert (await status(state, spec.job)).blocked_reason == ""
+    await leased(state)
+    assert await text(state, state.key(spec.job), "blocked_reason") == ""
     later = make_spec()
     await state.create(later, "out")
     assert (await status(state, later.job)).blocked_reason == ""
