@@ -31,13 +31,11 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """The text of a chat; raises TemplateError with the template's own reason where it refuses."""
-        import jinja2
-
         try:
             text: str = self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._variables
             )
-        except jinja2.exceptions.TemplateError as error:
+        except _Refused as error:
             raise TemplateError(f"The chat template refuses these messages: {error}") from error
         except Exception as error:
             # Whatever a template trips over is the fault of template and messages together.
@@ -80,10 +78,12 @@ def _generation_tag() -> Any:
     return Generation
 
 
-def _raise_exception(message: str) -> None:
-    import jinja2
+class _Refused(Exception):
+    """A template called raise_exception."""
 
-    raise jinja2.exceptions.TemplateError(message)
+
+def _raise_exception(message: str) -> None:
+    raise _Refused(message)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
@@ -104,6 +104,9 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             fields["role"] = "system"
         if isinstance(fields.get("content"), list):
             fields["content"] = _joined_parts(fields["content"], i)
+        # Templates print what is missing as nothing, and numbers as digits: not what was meant.
+        if not isinstance(fields.get("content", "" if "tool_calls" in fields else None), str):
+            raise TemplateError(f"Message {i} has no text as its content.")
         plain.append(fields)
     return plain
 
