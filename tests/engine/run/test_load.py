@@ -1,0 +1,150 @@
+"""Building a model from a config: ends, defaults, fingerprint, and reasons when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Driver, greedy, save, sequence, tiny_llama
+from tiny_tokenizers import byte_level
+
+from pagemill.engine.config import EngineConfig
+from pagemill.engine.errors import ModelLoadError, OutOfMemory
+from pagemill.engine.run import load
+from pagemill.engine.run.load import LoadedModel, load_model, resolve_device, resolve_dtype
+
+VOCABULARY = 520
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = save(tiny_llama(vocab_size=VOCABULARY, eos_token_id=7), tmp_path / "tiny")
+    byte_level().save_pretrained(path)
+    write(path, "generation_config.json", {})
+    return path
+
+
+def write(directory: Path, name: str, value: dict[str, Any]) -> None:
+    (directory / name).write_text(json.dumps(value))
+
+
+def open_model(directory: Path, **config: Any) -> LoadedModel:
+    return load_model(EngineConfig(str(directory), **({"num_blocks": 20, "dtype": "float32"} | config)))
+
+
+def test_a_directory_becomes_a_model_that_runs(directory: Path) -> None:
+    loaded = open_model(directory)
+    assert (loaded.info.name, loaded.info.vocab_size) == ("tiny", VOCABULARY)
+    assert (loaded.info.num_blocks, loaded.info.kv_tokens, loaded.info.context) == (20, 320, 321)
+    prompt = loaded.tokenizer.encode_prompt("Hello")
+    assert len(Driver(loaded.runner).finish([sequence(prompt, greedy(5))])[0]) == 5
+
+
+# Ends
+
+
+def test_every_source_adds_to_the_ends(directory: Path) -> None:
+    # 7 from config.json, 0 from the tokenizer, 2 from the template, 5 and 6 from generation_config.json.
+    assert open_model(directory).info.eos_token_ids == {0, 2, 7}
+    write(directory, "generation_config.json", {"eos_token_id": [5, 6]})
+    assert open_model(directory).info.eos_token_ids == {0, 2, 5, 6, 7}
+    write(directory, "generation_config.json", {"eos_token_id": 5})
+    assert open_model(directory).info.eos_token_ids == {0, 2, 5, 7}
+
+
+def test_an_end_outside_the_vocabulary_is_none(directory: Path) -> None:
+    write(directory, "generation_config.json", {"eos_token_id": [5, 10**6, -1, True, None]})
+    assert open_model(directory).info.eos_token_ids == {0, 2, 5, 7}
+
+
+def test_min_tokens_holds_back_all_of_them(directory: Path) -> None:
+    assert open_model(directory).runner.sampler.eos_token_ids == open_model(directory).info.eos_token_ids
+
+
+# Defaults
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
+        ({"temperature": None, "max_length": 5}, {}),
+        ({"temperature": 0.6, "do_sample": False}, {"temperature": 0.0}),
+        ({"temperature": 0.6, "do_sample": True}, {"temperature": 0.6}),
+        ({"repetition_penalty": 1.1, "min_p": 0.05}, {"repetition_penalty": 1.1, "min_p": 0.05}),
+    ],
+)
+def test_the_models_own_sampling_is_told(
+    directory: Path, generation: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    write(directory, "generation_config.json", generation)
+    assert open_model(directory).info.generation_defaults == expected
+
+
+# The fingerprint
+
+
+def test_the_fingerprint_is_that_of_what_decides_the_tokens(directory: Path) -> None:
+    first = open_model(directory).info.fingerprint
+    assert open_model(directory, num_blocks=30).info.fingerprint == first
+    assert open_model(directory, dtype="bfloat16").info.fingerprint != first
+    write(directory, "generation_config.json", {"eos_token_id": 5})
+    other = open_model(directory).info.fingerprint
+    assert other != first
+    weights = directory / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert open_model(directory).info.fingerprint not in (first, other)
+
+
+# Reasons
+
+
+def test_only_the_cpu_is_a_device() -> None:
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(ModelLoadError, match="runs on device cpu only, not 'cuda:1'"):
+        resolve_device("cuda:1")
+
+
+def test_auto_is_the_widest_type_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_multiplies_bfloat16", lambda: False)
+    assert resolve_dtype("auto") == torch.float32
+    monkeypatch.setattr(load, "_multiplies_bfloat16", lambda: True)
+    assert resolve_dtype("auto") == torch.bfloat16
+    assert resolve_dtype("float32") == torch.float32
+    with pytest.raises(ModelLoadError, match="float16 is not computed on CPU"):
+        resolve_dtype("float16")
+    with pytest.raises(ModelLoadError, match="not 'int8'"):
+        resolve_dtype("int8")
+
+
+def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "load_decoder", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(OutOfMemory, match="largest context that fits is 65 tokens"):
+        open_model(directory, num_blocks=4, context=300)
+
+
+def test_too_little_memory_says_how_much_is_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "available_memory", lambda: 1000)
+    with pytest.raises(OutOfMemory, match=r"weights need .* and 1\.0 KiB are free"):
+        open_model(directory)
+
+
+def test_threads_are_set_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    load.set_threads(3)
+    load.set_threads(None)
+    assert told == [3, len(os.sched_getaffinity(0))]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    load.set_threads(None)
+    assert len(told) == 2
