@@ -1,13 +1,11 @@
 """The one decoder: token ids and positions in, hidden states and logits out.
 
 It may not know where its weights come from (a function gives them by name), nor rows, requests or
-sampling. Weight names are those of transformers' Llama; a family or a file format that calls them
-otherwise translates.
+sampling. Weight names are those of transformers; a file format that calls them otherwise translates.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,19 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill.engine.cache.storage import KVStorage
-from pagemill.engine.models.spec import DecoderSpec, RopeSpec
-from pagemill.kernels.activation import silu_mul
+from pagemill.engine.models.rope import Rope
+from pagemill.engine.models.spec import DecoderSpec
+from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
 from pagemill.kernels.attention import PackedRows, paged_attention
 from pagemill.kernels.cache_write import write_kv
 from pagemill.kernels.linear import Linear
 from pagemill.kernels.norm import add_rms_norm, rms_norm
-from pagemill.kernels.rotary import apply_rope, rope_angles
+from pagemill.kernels.rotary import apply_rope
 
 # Gives a weight by name, in the model's dtype and on its device; raises when it is missing or misshapen.
 Take = Callable[[str, tuple[int, ...]], Tensor]
+# cos and sin of a step's tokens.
+Angles = tuple[Tensor, Tensor]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class Inputs:
     """The tokens of one step, packed; int64 vectors [tokens].
 
     blocks, offsets: where each token's keys and values go. fresh_blocks: blocks whose first token is in
-    this step. rows: which tokens belong together, for attention.
+    this step. rows: which tokens belong together, for attention. long_rope: True for tokens of texts that
+    have outgrown the original context [tokens], None where there are none.
     """
 
     token_ids: Tensor
@@ -45,6 +48,7 @@ class Inputs:
     offsets: Tensor
     fresh_blocks: Tensor
     rows: PackedRows
+    long_rope: Tensor | None = None
 
 
 class Layer:
@@ -52,38 +56,67 @@ class Layer:
 
     def __init__(self, spec: DecoderSpec, index: int, take: Take) -> None:
         self.spec = spec
-        self.index = index
-        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.window = spec.window(index)
+        self.activation = ACTIVATIONS[spec.activation]
         name = f"model.layers.{index}"
-        self.input_norm = take(f"{name}.input_layernorm.weight", (hidden,))
-        self.post_norm = take(f"{name}.post_attention_layernorm.weight", (hidden,))
-        # Projections that read the same input are one product.
+        self._take_norms(take, name)
+        self._take_projections(take, name)
+
+    def _take_norms(self, take: Take, name: str) -> None:
+        spec = self.spec
+
+        def norm(part: str, size: int) -> Tensor:
+            return _norm_weight(spec, take, f"{name}.{part}.weight", size)
+
+        hidden = spec.hidden_size
+        self.input_norm = norm("input_layernorm", hidden)
+        # Without post norms the norm that follows attention in the checkpoint is the feed-forward's.
+        after_attention = norm("post_attention_layernorm", hidden)
+        self.attended_norm = after_attention if spec.post_norms else None
+        self.mlp_norm = norm("pre_feedforward_layernorm", hidden) if spec.post_norms else after_attention
+        self.given_norm = norm("post_feedforward_layernorm", hidden) if spec.post_norms else None
+        self.qk_norm = None
+        if spec.qk_norm:
+            # One weight for each head, so that queries and keys are one call.
+            query, key = (norm(f"self_attn.{kind}_norm", spec.head_dim) for kind in "qk")
+            self.qk_norm = torch.stack([query] * spec.num_heads + [key] * spec.num_kv_heads)
+
+    def _take_projections(self, take: Take, name: str) -> None:
+        spec = self.spec
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        # Projections that read the same input are one product, whether or not they are one in the file.
         qkv = [("q_proj", spec.query_size), ("k_proj", spec.kv_size), ("v_proj", spec.kv_size)]
+        gate_up = [("gate_proj", inner), ("up_proj", inner)]
+        if spec.fused_weights:
+            qkv = [("qkv_proj", spec.query_size + 2 * spec.kv_size)]
+            gate_up = [("gate_up_proj", 2 * inner)]
+        output, down = [("o_proj", hidden)], [("down_proj", hidden)]
         self.qkv = _joined(take, f"{name}.self_attn", qkv, hidden, spec.qkv_bias)
-        self.output = _joined(
-            take, f"{name}.self_attn", [("o_proj", hidden)], spec.query_size, spec.output_bias
-        )
-        self.gate_up = _joined(
-            take, f"{name}.mlp", [("gate_proj", inner), ("up_proj", inner)], hidden, spec.mlp_bias
-        )
-        self.down = _joined(take, f"{name}.mlp", [("down_proj", hidden)], inner, spec.mlp_bias)
+        self.output = _joined(take, f"{name}.self_attn", output, spec.query_size, spec.output_bias)
+        self.gate_up = _joined(take, f"{name}.mlp", gate_up, hidden, spec.mlp_bias)
+        self.down = _joined(take, f"{name}.mlp", down, inner, spec.mlp_bias)
 
-    def __call__(
-        self, x: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], layer: Tensor, rows: Inputs
-    ) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
         """x is the block's normalised input; `residual` grows in place; returns what is to be added next."""
-        attended = self._attend(x, angles, layer, rows)
-        x = add_rms_norm(attended, residual, self.post_norm, self.spec.norm_eps)
-        return self.down(silu_mul(self.gate_up(x)))
+        eps = self.spec.norm_eps
+        attended = self._attend(x, angles, layer, inputs)
+        if self.attended_norm is not None:
+            attended = rms_norm(attended, self.attended_norm, eps)
+        x = add_rms_norm(attended, residual, self.mlp_norm, eps)
+        given = self.down(self.activation(self.gate_up(x)))
+        return given if self.given_norm is None else rms_norm(given, self.given_norm, eps)
 
-    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], layer: Tensor, inputs: Inputs) -> Tensor:
+    def _attend(self, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        rotated = apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], *angles)
-        query, keys = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-        values = heads[:, spec.num_heads + spec.num_kv_heads :]
+        turning, values = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if self.qk_norm is not None:
+            turning = rms_norm(turning, self.qk_norm, spec.norm_eps)
+        query, keys = apply_rope(turning, *angles).split([spec.num_heads, spec.num_kv_heads], dim=1)
         write_kv(layer, keys, values, inputs.blocks, inputs.offsets)
-        out = paged_attention(query, layer, inputs.rows, spec.head_dim**-0.5)
+        out = paged_attention(
+            query, layer, inputs.rows, spec.scale, window=self.window, softcap=spec.attention_softcap
+        )
         return self.output(out.view(x.shape[0], spec.query_size))
 
 
@@ -99,28 +132,48 @@ class Decoder:
         head = EMBEDDING if spec.tied and not has(HEAD) else HEAD
         self.embedding = take(embedding, shape)
         self.layers = [Layer(spec, i, take) for i in range(spec.num_layers)]
-        self.norm = take("model.norm.weight", (spec.hidden_size,))
+        self.norm = _norm_weight(spec, take, "model.norm.weight", spec.hidden_size)
         self.head = Linear(self.embedding if head == embedding else take(head, shape))
-        self.frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self.embedding.device)
+        device = self.embedding.device
+        self.rope = Rope(spec.rope, spec.head_dim, device)
+        self.window_rope = Rope(spec.window_rope, spec.head_dim, device) if spec.window_rope else None
 
     def hidden(self, inputs: Inputs, storage: KVStorage) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm; writes the tokens' keys and values."""
         storage.clear(inputs.fresh_blocks)
         residual = F.embedding(inputs.token_ids, self.embedding)
-        angles = rope_angles(inputs.positions, self.frequencies, residual.dtype)
+        if self.spec.embedding_scale != 1.0:
+            # Rounded to the model's dtype before it multiplies, as transformers does.
+            residual = residual * torch.tensor(self.spec.embedding_scale, dtype=residual.dtype)
+        all_seeing, windowed = self._angles(inputs, residual.dtype)
         update = None
         for i, layer in enumerate(self.layers):
             if update is None:
                 x = rms_norm(residual, layer.input_norm, self.spec.norm_eps)
             else:
                 x = add_rms_norm(update, residual, layer.input_norm, self.spec.norm_eps)
+            angles = all_seeing if layer.window is None else windowed
             update = layer(x, residual, angles, storage.layer(i), inputs)
         assert update is not None
         return add_rms_norm(update, residual, self.norm, self.spec.norm_eps)
 
+    def _angles(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Angles, Angles]:
+        """Of layers that see all, and of those with a window; the same where the model makes no difference."""
+        angles = self.rope.angles(inputs.positions, inputs.long_rope, dtype)
+        if self.window_rope is None:
+            return angles, angles
+        return angles, self.window_rope.angles(inputs.positions, inputs.long_rope, dtype)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] in float32 of the hidden states of rows that sample."""
-        return self.head(hidden).float()
+        logits = self.head(hidden).float()
+        cap = self.spec.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _norm_weight(spec: DecoderSpec, take: Take, name: str, size: int) -> Tensor:
+    weight = take(name, (size,))
+    return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
 def _joined(take: Take, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Linear:
@@ -130,28 +183,3 @@ def _joined(take: Take, prefix: str, parts: list[tuple[str, int]], in_features: 
         weights[0] if len(weights) == 1 else torch.cat(weights),
         torch.cat(biases) if biases else None,
     )
-
-
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Angle per position of each dimension pair, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.scaling == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.scaling == "llama3":
-        frequencies = _llama3(frequencies, rope)
-    if rope.divisors:
-        frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched, short ones kept, others blended."""
-    wavelengths = 2 * math.pi / frequencies
-    stretched = frequencies / rope.factor
-    turns = rope.original_context / wavelengths
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blended = (1 - blend) * stretched + blend * frequencies
-    slow = wavelengths > rope.original_context / rope.low_freq_factor
-    fast = wavelengths < rope.original_context / rope.high_freq_factor
-    return torch.where(slow, stretched, torch.where(fast, frequencies, blended))
