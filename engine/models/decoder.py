@@ -158,7 +158,7 @@ class Decoder:
         return add_rms_norm(update, residual, self.norm, self.spec.norm_eps)
 
     def _angles(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Angles, Angles]:
-        """Of layers that see all, and of those with a window; the same where the model makes no difference."""
+        """Of layers that see all, and of those with a window."""
         angles = self.rope.angles(inputs.positions, inputs.long_rope, dtype)
         if self.window_rope is None:
             return angles, angles

@@ -8,7 +8,6 @@ from typing import Any
 
 from pagemill.engine.models import dense
 from pagemill.engine.models.family import Family, Read, Shapes
-from pagemill.engine.models.rope_fields import rope_from_config
 from pagemill.engine.models.spec import DecoderSpec
 
 ARCHITECTURE = "Phi3ForCausalLM"

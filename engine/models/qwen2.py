@@ -34,7 +34,9 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window", False) else None
+    window = (
+        fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window", False) else None
+    )
     first = fields.integer("max_window_layers", least=0)
     return dense.windows_from_config(fields, num_layers, window, lambda i: window is not None and i >= first)
 

@@ -25,7 +25,7 @@ class Rope:
         )
 
     def angles(self, positions: Tensor, long: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [tokens, 1, rotated / 2]; `long`: True for tokens of texts past the original context."""
+        """cos and sin [tokens, 1, rotated / 2]; long: True for tokens of longer texts than the original."""
         frequencies = self.frequencies
         if self.long_frequencies is not None and long is not None:
             frequencies = torch.where(long.unsqueeze(-1), self.long_frequencies, frequencies)

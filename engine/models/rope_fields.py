@@ -163,7 +163,7 @@ def rope_from_gguf(
     else:
         with_tensors = f" with {', '.join(divisors)}" if divisors else ""
         raise ModelLoadError(
-            f"The model's rope scaling is {kind!r}{with_tensors}; this version computes none, linear and yarn, "
+            f"The model's rope scaling is {kind!r}{with_tensors}; this version computes none, linear, yarn, "
             "and longrope with both of its tensors."
         )
     rotated = fields.integer("rope.dimension_count", head_dim)

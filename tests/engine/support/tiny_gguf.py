@@ -42,7 +42,9 @@ def write_gguf(
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
-            _add_tensor(writer, names.get_name(name, (".weight", ".bias")), _converted(name, weight, config), kind)
+            _add_tensor(
+                writer, names.get_name(name, (".weight", ".bias")), _converted(name, weight, config), kind
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
