@@ -109,10 +109,10 @@ class Layer:
     def _attend(self, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        turning, values = heads.split([spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        turning, values = torch.split(heads, [spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], 1)
         if self.qk_norm is not None:
             turning = rms_norm(turning, self.qk_norm, spec.norm_eps)
-        query, keys = apply_rope(turning, *angles).split([spec.num_heads, spec.num_kv_heads], dim=1)
+        query, keys = torch.split(apply_rope(turning, *angles), [spec.num_heads, spec.num_kv_heads], 1)
         write_kv(layer, keys, values, inputs.blocks, inputs.offsets)
         out = paged_attention(
             query, layer, inputs.rows, spec.scale, window=self.window, softcap=spec.attention_softcap
