@@ -20,11 +20,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from pagemill.jobs import options, render
+from pagemill.jobs import layout, options, render
 from pagemill.jobs.client import Client, Job
 from pagemill.jobs.errors import JobConflict, JobFailed, JobNotFound, PagemillError, UsageError
-from pagemill.jobs.failures import EXIT_CODES, cancelled_by_signals, interruptible, report
+from pagemill.jobs.failures import EXIT_CODES, Interrupted, cancelled_by_signals, interruptible, report
+from pagemill.jobs.spec import new_job_id
 from pagemill.jobs.status import STATES, JobStatus
+from pagemill.jobs.terms import chosen_id
 
 T = TypeVar("T")
 COMMANDS = "pagemill.commands"
@@ -180,15 +182,18 @@ def submit(
     parameters = options.sampling(max_tokens, temperature, top_p, top_k, stop, others)
     limit = options.deadline(deadline)
     source, name = options.prompts(file)
+    name_of_job = chosen_id(job_id, idempotency_key) or new_job_id()
 
     async def work() -> int:
         async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
-            with interruptible("Interrupted before the job was submitted; nothing runs."):
+            try:
                 job = await client.submit(
-                    source, model=model, job_id=job_id, idempotency_key=idempotency_key, name=name,
-                    defaults=parameters, seed=seed, priority=priority, max_shards=max_shards, deadline=limit,
-                    context=context, max_rows=max_rows, max_line_bytes=max_line_bytes, strict=strict,
+                    source, model=model, job_id=name_of_job, name=name, defaults=parameters, seed=seed,
+                    priority=priority, max_shards=max_shards, deadline=limit, context=context,
+                    max_rows=max_rows, max_line_bytes=max_line_bytes, strict=strict,
                 )  # fmt: skip
+            except asyncio.CancelledError:
+                raise Interrupted(await _interrupted_submission(client, name_of_job)) from None
             if watch:
                 render.say(job.id)
                 return await _follow(client, job.id, as_json)
@@ -196,6 +201,15 @@ def submit(
             return 0
 
     return run_async(work())
+
+
+async def _interrupted_submission(client: Client, job: str) -> str:
+    """How far it had come: a job whose job.json is there is a job, whatever Redis was told."""
+    if await asyncio.to_thread(client.storage.head, layout.job(job)) is None:
+        return "Interrupted. Nothing was submitted."
+    return (
+        f"Interrupted, but job {job} is stored: pagemill cancel {job} stops it, submitting it again goes on."
+    )
 
 
 async def _tell_submitted(job: Job, as_json: bool) -> None:
@@ -331,6 +345,37 @@ def list_jobs(
         render.print_jobs(found)
         if not found:
             render.say("No such jobs.")
+
+
+@app.command(epilog=EXIT_CODES)
+def recover(
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="The job's id.", show_default=False)
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every unfinished job of the store.")] = False,
+    as_json: options.Json = False,
+    redis_url: options.RedisUrl = None,
+    store: options.Store = None,
+    s3_endpoint: options.Endpoint = None,
+    s3_region: options.Region = None,
+) -> None:
+    """Rebuild the state of a job that Redis has lost from its objects. Workers do so by themselves."""
+    if (job is None) is not every:
+        raise UsageError("Name a job, or say --all.")
+
+    async def work() -> list[str]:
+        async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
+            if job is None:
+                return await client.recover_all()
+            return [job] if await client.recover(job) else []
+
+    rebuilt = run_async(work())
+    if as_json:
+        render.print_json({"rebuilt": rebuilt})
+        return
+    for name in rebuilt:
+        print(name)
+    render.say(f"{len(rebuilt)} rebuilt." if every or rebuilt else f"Redis knows {job}; nothing to rebuild.")
 
 
 @app.command(epilog=EXIT_CODES)

@@ -178,6 +178,32 @@ def test_cancel_works_with_no_worker_and_is_harmless_to_repeat(
     assert "is cancelling" in run("cancel", submitted(run, prompts, model)).out
 
 
+def test_recover_brings_back_what_redis_has_lost(
+    run: Run, prompts: Path, model: str, redis_url: str, store: Path
+) -> None:
+    jobs = [submitted(run, prompts, model) for _ in range(2)]
+
+    async def lose() -> None:
+        async with Client(redis_url, str(store)) as client:
+            redis = (await client.state()).redis
+            for job in jobs:
+                await redis.delete(*[key async for key in redis.scan_iter(f"pagemill:{{{job}}}*")])
+
+    asyncio.run(lose())
+    lost = run("status", jobs[0])
+    assert lost.code == 3
+    assert f"pagemill recover {jobs[0]}" in lost.err
+    done = run("recover", jobs[0])
+    assert done.out == f"{jobs[0]}\n", done.err
+    assert "nothing to rebuild" in run("recover", jobs[0]).err
+    assert json.loads(run("recover", "--all", "--json").out) == {"rebuilt": jobs[1:]}
+    finish(redis_url, store, model)
+    for job in jobs:
+        assert json.loads(run("status", job, "--json").out)["state"] == "completed"
+    assert run("recover").code == 2
+    assert run("recover", "job-none").code == 3
+
+
 def test_list_shows_the_newest_first(run: Run, prompts: Path, model: str) -> None:
     jobs = [submitted(run, prompts, model) for _ in range(2)]
     lines = run("list", "--model", model).out.splitlines()
@@ -369,9 +395,10 @@ def test_ctrl_c_while_standard_input_hangs_submits_nothing(redis_url: str, store
         while not list(store.glob(".pagemill-tmp/*")):
             assert submit.poll() is None
         submit.send_signal(signal.SIGINT)
-        _, err = submit.communicate(timeout=30)
+        submit.wait(timeout=30)  # although its input is still open
+        _, err = submit.communicate()
     assert submit.returncode == 130, err
-    assert "nothing runs" in err
+    assert "Nothing was submitted" in err
     assert not list(store.glob("jobs/*"))
 
 
