@@ -86,10 +86,9 @@ def join_commands(program: typer.Typer) -> None:
     """Lets other floors add their commands, once. One that does not load becomes a command that says why."""
     taken = {command.name for command in program.registered_commands}
     for entry in entry_points(group=COMMANDS):
-        marker = f"_{entry.name}"
-        if marker in _JOINED:
+        if entry.name in _JOINED:
             continue
-        _JOINED.add(marker)
+        _JOINED.add(entry.name)
         try:
             entry.load()(program)
         except ImportError as error:

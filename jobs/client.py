@@ -358,7 +358,7 @@ class Client:
         return await (await self.state()).workers()
 
     async def _served(self, model: str) -> bool:
-        return any(model in worker.models for worker in await self.workers())
+        return any(model in worker.models and worker.state != "sick" for worker in await self.workers())
 
 
 @dataclass(frozen=True, slots=True)
