@@ -19,7 +19,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -40,6 +40,7 @@ from pagemill.worker.workshop import Workshop
 
 log = logging.getLogger("pagemill.worker")
 
+CANCEL_AGAIN_S = 0.5
 LEAVE_S = 3.0  # for sealing what is finished; what takes longer is computed again by the next holder
 
 
@@ -97,11 +98,22 @@ async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] |
         log.info("worker %s leaves", settings.worker_id)
         upkeep.phase = "draining"
         await leasing.leave(LEAVE_S)
-        for task in ending:
-            task.cancel()
-        await asyncio.wait(ending)
+        await _cancelled(ending)
         await upkeep.close()
         await ticketing.close()
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Returns when all of them have ended.
+
+    Asked more than once: on Python 3.11 `asyncio.wait_for` loses a cancel that arrives together with what it
+    waits for, and redis-py calls it for every command that arq sends.
+    """
+    left = set(tasks)
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
 
 
 async def _load(shop: Workshop, leasing: Leasing, upkeep: Upkeep, ready: Callable[[], None] | None) -> None:

@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -350,11 +351,17 @@ def test_help_tells_the_exit_codes_and_needs_no_redis(run: Run) -> None:
 # as a program of its own
 
 
-def program(*words: str, redis_url: str, store: Path, **more: Any) -> subprocess.Popen[str]:
+@contextmanager
+def program(*words: str, redis_url: str, store: Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """Gone at the end of the block, whatever the test found."""
     env = {**os.environ, "PAGEMILL_REDIS_URL": redis_url, "PAGEMILL_STORE": str(store)}
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*PROGRAM, *words], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_standard_input_and_a_reader_that_goes_away(redis_url: str, store: Path, model: str) -> None:
@@ -400,6 +407,28 @@ def test_ctrl_c_while_standard_input_hangs_submits_nothing(redis_url: str, store
     assert submit.returncode == 130, err
     assert "Nothing was submitted" in err
     assert not list(store.glob("jobs/*"))
+
+
+LOADING = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pagemill.jobs.commands":
+            print(flush=True)
+            time.sleep(30)
+sys.meta_path.insert(0, Slow())
+from pagemill.jobs.cli import main
+sys.exit(main([]))
+"""
+
+
+def test_ctrl_c_while_libraries_load_is_no_traceback() -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", LOADING], **pipes) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "pagemill: Interrupted.\n")
 
 
 LIGHT = """
@@ -459,7 +488,7 @@ def test_commands_of_the_worker_name_the_extra_that_is_missing(
 def test_a_floor_that_does_not_load_leaves_a_command_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import typer
 
-    from pagemill.jobs import cli
+    from pagemill.jobs import commands
 
     class Broken:
         name = "worker"
@@ -468,9 +497,9 @@ def test_a_floor_that_does_not_load_leaves_a_command_that_says_so(monkeypatch: p
             raise ImportError("No module named 'torch'")
 
     program = typer.Typer()
-    monkeypatch.setattr(cli, "entry_points", lambda group: [Broken()])
-    monkeypatch.setattr(cli, "_JOINED", set())
-    cli.join_commands(program)
+    monkeypatch.setattr(commands, "entry_points", lambda group: [Broken()])
+    monkeypatch.setattr(commands, "_JOINED", set())
+    commands.join_commands(program)
     (command,) = program.registered_commands
     assert command.name == "worker"
     assert command.callback is not None
