@@ -254,7 +254,7 @@ def _default_template(template: str | dict[str, str] | None) -> str | None:
 
 def _parts_of_gguf(path: Path) -> Parts:
     from pagemill.engine.weights.gguf import GGUFFile
-    from pagemill.engine.weights.gguf_tokenizer import begins_with_bos, build_tokenizer, token_of
+    from pagemill.engine.weights.gguf_tokenizer import begins_with_bos, build_tokenizer, template_of, token_of
 
     metadata = GGUFFile(path).metadata
     backend = build_tokenizer(metadata)
@@ -263,7 +263,7 @@ def _parts_of_gguf(path: Path) -> Parts:
     ends = {token_of(metadata, role) for role in ("eos", "eot", "eom")}
     return Parts(
         backend=backend,
-        template=metadata.get("tokenizer.chat_template"),
+        template=template_of(metadata),
         variables={name: backend.id_to_token(index) for name, index in ids.items() if index is not None},
         bos_token_id=ids["bos_token"],
         begins_with_bos=begins_with_bos(metadata),

@@ -203,26 +203,44 @@ class Client:
             chosen=chosen is not None,
             progress=progress or (lambda _: None),
         )
-        return await self.adopt(spec, known)
+        return await self.adopt(spec, known=known)
 
-    async def adopt(self, spec: JobSpec, known: bool = True) -> Job:
-        """Make a job that the store holds known to Redis, and have its model's workers told; harmless to
-        repeat.
+    async def adopt(self, spec: JobSpec, *, known: bool) -> Job:
+        """Make a job that the store holds known to Redis, and its model's workers told; harmless to repeat.
 
-        known: whether the store had it before; then a manifest says that it ended.
+        known: whether the store had it before. Then it may have ended, which it does once, or be one that
+        Redis has lost, or was never told of; that is rebuilt from its objects.
         """
         state = await self.state()
-        if known and await asyncio.to_thread(self.storage.head, layout.manifest(spec.job)) is not None:
-            # It ended. Redis may have forgotten it, and must not be told to start again.
-            return Job(spec.job, self, existed=True)
-        try:
-            created = await state.create(spec, output_url(self.storage, spec.job))
-            await tickets.send(state.redis, spec.model, 1)
-        except RedisUnavailable as error:
-            raise RedisUnavailable(
-                f"{error} The input is stored as job {spec.job}: submit it again under that id."
-            ) from error
-        return Job(spec.job, self, known or created.existed)
+        ended = known and await asyncio.to_thread(self.storage.head, layout.manifest(spec.job)) is not None
+        if not ended:
+            try:
+                if known:
+                    await self.recover(spec.job)
+                else:
+                    await state.create(spec, output_url(self.storage, spec.job))
+                await tickets.send(state.redis, spec.model, 1)
+            except RedisUnavailable as error:
+                raise RedisUnavailable(
+                    f"{error} The input is stored as job {spec.job}: submit it again under that id."
+                ) from error
+        return Job(spec.job, self, existed=known)
+
+    async def recover(self, job: AnyJob) -> bool:
+        """Rebuild the state of a job that Redis has lost from its objects; false when Redis knew it.
+
+        Workers do the same by themselves. Raises JobNotFound when the store does not hold it either.
+        """
+        from pagemill.jobs.recover import restore  # with Arrow, which takes a quarter of a second to load
+
+        return (await restore(await self.state(), self.storage, _id(job))).rebuilt
+
+    async def recover_all(self) -> builtins.list[str]:
+        """Rebuild every unfinished job of the store that Redis has lost; returns their ids."""
+        from pagemill.jobs.recover import restore_all
+
+        found = await restore_all(await self.state(), self.storage)
+        return [restored.job for restored in found if restored.rebuilt]
 
     async def status(self, job: AnyJob) -> JobStatus:
         """The job as it is now. A job that ended long ago is read from its manifest.
@@ -340,7 +358,7 @@ class Client:
         return await (await self.state()).workers()
 
     async def _served(self, model: str) -> bool:
-        return any(model in worker.models for worker in await self.workers())
+        return any(model in worker.models and worker.state != "sick" for worker in await self.workers())
 
 
 @dataclass(frozen=True, slots=True)

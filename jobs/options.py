@@ -133,7 +133,9 @@ def prompts(file: str) -> tuple[Prompts, str | None]:
         return file, None
     if sys.stdin is None or sys.stdin.closed:
         raise UsageError("Standard input is closed; name a file.")
-    return sys.stdin.buffer, "stdin.jsonl"
+    # Unbuffered: a thread that waits for input would hold a lock of the buffer, and the interpreter aborts
+    # when it cannot have that at its end.
+    return open(sys.stdin.fileno(), "rb", buffering=0, closefd=False), "stdin.jsonl"
 
 
 def deadline(text: str | None) -> When | None:

@@ -49,6 +49,7 @@ def remembered(storage: Storage, job: str) -> JobStatus:
         return from_manifest(job, manifest, output_url(storage, job))
     if storage.head(layout.job(job)) is not None:
         raise JobNotFound(
-            f"Redis does not know job {job}, but {storage.url} holds it: a worker rebuilds its state."
+            f"Redis does not know job {job}, but {storage.url} holds it: a worker rebuilds its state, or "
+            f"`pagemill recover {job}`."
         )
     raise JobNotFound(f"There is no job {job}, neither in this Redis nor in {storage.url}.")

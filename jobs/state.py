@@ -269,7 +269,9 @@ def _json(document: Mapping[str, Any]) -> str:
 
 
 def _unknown(job: str) -> JobNotFound:
-    return JobNotFound(f"Redis knows no job {job}: it never did, its retention is over, or it was lost.")
+    return JobNotFound(
+        f"Redis knows no job {job}; if the store does, `pagemill recover {job}` brings it back."
+    )
 
 
 def _raise(name: str, job: str, reply: Sequence[str]) -> NoReturn:

@@ -155,6 +155,8 @@ class SyncClient:
     cancel = _blocking(Client.cancel)
     list = _blocking(Client.list)
     workers = _blocking(Client.workers)
+    recover = _blocking(Client.recover)
+    recover_all = _blocking(Client.recover_all)
 
     def results(self, job: AnyJob, *, partial: bool = False) -> Results:
         """The job's rows in input order: iterate, or `.list()`, `.table()` (Arrow), `.batches()`; see

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pagemill.jobs import options, render
-from pagemill.jobs.cli import ended, run_async
+from pagemill.jobs.commands import ended, run_async
 from pagemill.jobs.errors import UsageError
 from pagemill.jobs.failures import EXIT_CODES
 

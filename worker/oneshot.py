@@ -95,7 +95,7 @@ async def run_once(order: Order, follower: Follower | None) -> Outcome:
         _log_to(folder / "worker.log")
         began = time.monotonic()
         with interruptible("Interrupted; what is finished is kept: run the same command again to go on."):
-            status, before = await _until_ended(order, folder, spec, follower)
+            status, before = await _until_ended(order, folder, spec, known, follower)
         return Outcome(status, storage, True, time.monotonic() - began, before)
 
 
@@ -120,13 +120,13 @@ async def _accepted(order: Order, storage: Storage, job: str) -> tuple[JobSpec, 
 
 
 async def _until_ended(
-    order: Order, folder: Path, spec: JobSpec, follower: Follower | None
+    order: Order, folder: Path, spec: JobSpec, known: bool, follower: Follower | None
 ) -> tuple[JobStatus, int]:
     """The job beside its Redis and its worker, until it has ended or the worker has."""
     async with embedded_redis(folder / "redis") as redis_url:
         settings = order.settings.model_copy(update={"redis_url": redis_url})
         async with Client(redis_url, settings.store, storage_options=settings.storage_options()) as client:
-            job = await client.adopt(spec, known=False)
+            job = await client.adopt(spec, known=known)
             before = (await job.status()).completion_tokens
             statuses = _calm(client.watch(job.id))
             following = asyncio.create_task(follower.follow(statuses) if follower else _last(statuses))

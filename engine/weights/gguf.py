@@ -62,9 +62,9 @@ class GGUFFile:
             header = _Header(self._data)
             self.metadata: Mapping[str, Any] = header.metadata()
             self._tensors = header.tensors(self.metadata)
-        except (ValueError, struct.error, UnicodeDecodeError, OverflowError, TypeError) as error:
+        except (ValueError, struct.error, OverflowError, TypeError, RecursionError) as error:
             raise ModelLoadError(f"{path} is damaged or cut short: {error}.") from error
-        if self.metadata.get("split.count", 1) > 1:
+        if self.metadata.get("split.count", 0) not in (0, 1):
             raise ModelLoadError(f"{path} is one part of a split GGUF; join the parts with llama-gguf-split.")
         self.shapes: Mapping[str, tuple[int, ...]] = {name: t.shape for name, t in self._tensors.items()}
 

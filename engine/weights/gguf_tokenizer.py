@@ -43,13 +43,19 @@ BEGIN_WITH_BOS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtr
 def build_tokenizer(metadata: Mapping[str, Any]) -> Any:
     """A `tokenizers.Tokenizer`; raises ModelLoadError where the metadata do not tell how to tokenise."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer = _byte_level(metadata)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(metadata)
-    else:
+    kinds = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if not isinstance(kind, str) or kind not in kinds:
         raise ModelLoadError(f"The GGUF tokenizer is of kind {kind!r}; this version reads gpt2 and llama.")
-    _add_tokens(tokenizer, _pieces(metadata), _types(metadata))
+    pieces, types = _pieces(metadata), _types(metadata)
+    try:
+        tokenizer = kinds[kind](metadata)
+        _add_tokens(tokenizer, pieces, types)
+    except ModelLoadError:
+        raise
+    except (
+        Exception
+    ) as error:  # the library has one kind for all, such as a merge of pieces that are not there
+        raise ModelLoadError(f"The GGUF tokenizer makes no sense: {error}.") from error
     return tokenizer
 
 
@@ -71,9 +77,15 @@ def token_of(metadata: Mapping[str, Any], role: str) -> int | None:
     return value if isinstance(value, int) and 0 <= value < len(_pieces(metadata)) else None
 
 
+def template_of(metadata: Mapping[str, Any]) -> str | None:
+    """The chat template's source, None where the file has none."""
+    template = metadata.get("tokenizer.chat_template")
+    return template if isinstance(template, str) else None
+
+
 def _pieces(metadata: Mapping[str, Any]) -> list[str]:
     pieces = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(pieces, list) or not pieces:
+    if not isinstance(pieces, list) or not pieces or not all(isinstance(piece, str) for piece in pieces):
         raise ModelLoadError("The GGUF metadata lack tokenizer.ggml.tokens.")
     return pieces
 
@@ -101,6 +113,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get("tokenizer.ggml.pre")
+    name = name if isinstance(name, str) else None
     split: list[Any] = []
     if name in DIGITS:
         split = [pre_tokenizers.Digits(individual_digits=True)]

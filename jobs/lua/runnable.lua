@@ -5,7 +5,7 @@ sweep(model, now)
 for _, entry in ipairs(redis.call('ZRANGE', model_key(model, 'ready'), 0, limit - 1)) do
   local root = root_of(string.sub(entry, 32))
   local ready = redis.call('ZCARD', root .. ':pending')
-  local cap = tonumber(get(root .. ':meta', 'max_shards'))
+  local cap = tonumber(get(root .. ':meta', 'max_shards')) or 0 -- a job whose keys somebody deleted has none
   if cap > 0 and get(root .. ':meta', 'stop') == '' then
     ready = math.min(ready, math.max(1, cap - redis.call('ZCARD', root .. ':leases')))
   end

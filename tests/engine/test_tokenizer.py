@@ -397,6 +397,8 @@ def test_a_damaged_tokenizer_file_is_refused(paths: dict[str, Path], tmp_path: P
         ({"tokenizer__ggml__pre": None}, "pre-tokenizer is None"),
         ({"tokenizer__ggml__merges": None}, "lack tokenizer.ggml.merges"),
         ({"tokenizer__ggml__merges": ["ab"]}, "'ab' is not two pieces"),
+        ({"tokenizer__ggml__merges": ["ab cd"]}, "makes no sense"),
+        ({"tokenizer__ggml__tokens": [1, 2], "tokenizer__ggml__token_type": None}, "tokens"),
         ({"tokenizer__ggml__tokens": None}, "lack tokenizer.ggml.tokens"),
         ({"tokenizer__ggml__tokens": ["a", "a"], "tokenizer__ggml__token_type": None}, "'a' twice"),
         ({"tokenizer__ggml__token_type": [1]}, "one tokenizer.ggml.token_type for each"),
@@ -410,6 +412,22 @@ def test_gguf_metadata_that_do_not_tell_how_are_refused(changes: dict[str, Any],
 def test_a_sentencepiece_gguf_needs_scores() -> None:
     with pytest.raises(ModelLoadError, match=r"one tokenizer\.ggml\.scores for each"):
         build_tokenizer(gguf_metadata(sentencepiece(), tokenizer__ggml__scores=None))
+
+
+def test_any_byte_of_gguf_metadata_may_be_wrong(paths: dict[str, Path], tmp_path: Path) -> None:
+    good = as_gguf(paths["byte level"], tmp_path / "good.gguf").read_bytes()
+    file = tmp_path / "bad.gguf"
+    end = good.index(b"token_embd.weight")
+    refused = 0
+    for position in range(4, end, 97):
+        bad = bytearray(good)
+        bad[position] ^= 0x3F
+        file.write_bytes(bad)
+        try:
+            Tokenizer.from_path(file)
+        except ModelLoadError:
+            refused += 1
+    assert refused > 10
 
 
 @pytest.mark.parametrize(

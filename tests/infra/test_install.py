@@ -102,7 +102,7 @@ def test_the_wheel_alone_submits_polls_and_reads_results(
 
 
 @pytest.mark.parametrize(
-    "words", [("run", "x.jsonl", "--model", "m"), ("worker", "--model", "m"), ("doctor",)]
+    "words", [("run", "x.jsonl", "--model", "m", "--output", "o"), ("worker", "--model", "m"), ("doctor",)]
 )
 def test_commands_of_the_worker_say_which_extra_they_need(light: Path, words: tuple[str, ...]) -> None:
     (light.parents[2] / "x.jsonl").write_text('{"prompt": "x"}\n')

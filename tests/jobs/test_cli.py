@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,32 @@ def test_cancel_works_with_no_worker_and_is_harmless_to_repeat(
     assert "is cancelling" in run("cancel", submitted(run, prompts, model)).out
 
 
+def test_recover_brings_back_what_redis_has_lost(
+    run: Run, prompts: Path, model: str, redis_url: str, store: Path
+) -> None:
+    jobs = [submitted(run, prompts, model) for _ in range(2)]
+
+    async def lose() -> None:
+        async with Client(redis_url, str(store)) as client:
+            redis = (await client.state()).redis
+            for job in jobs:
+                await redis.delete(*[key async for key in redis.scan_iter(f"pagemill:{{{job}}}*")])
+
+    asyncio.run(lose())
+    lost = run("status", jobs[0])
+    assert lost.code == 3
+    assert f"pagemill recover {jobs[0]}" in lost.err
+    done = run("recover", jobs[0])
+    assert done.out == f"{jobs[0]}\n", done.err
+    assert "nothing to rebuild" in run("recover", jobs[0]).err
+    assert json.loads(run("recover", "--all", "--json").out) == {"rebuilt": jobs[1:]}
+    finish(redis_url, store, model)
+    for job in jobs:
+        assert json.loads(run("status", job, "--json").out)["state"] == "completed"
+    assert run("recover").code == 2
+    assert run("recover", "job-none").code == 3
+
+
 def test_list_shows_the_newest_first(run: Run, prompts: Path, model: str) -> None:
     jobs = [submitted(run, prompts, model) for _ in range(2)]
     lines = run("list", "--model", model).out.splitlines()
@@ -324,11 +351,17 @@ def test_help_tells_the_exit_codes_and_needs_no_redis(run: Run) -> None:
 # as a program of its own
 
 
-def program(*words: str, redis_url: str, store: Path, **more: Any) -> subprocess.Popen[str]:
+@contextmanager
+def program(*words: str, redis_url: str, store: Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """Gone at the end of the block, whatever the test found."""
     env = {**os.environ, "PAGEMILL_REDIS_URL": redis_url, "PAGEMILL_STORE": str(store)}
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*PROGRAM, *words], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_standard_input_and_a_reader_that_goes_away(redis_url: str, store: Path, model: str) -> None:
@@ -369,10 +402,33 @@ def test_ctrl_c_while_standard_input_hangs_submits_nothing(redis_url: str, store
         while not list(store.glob(".pagemill-tmp/*")):
             assert submit.poll() is None
         submit.send_signal(signal.SIGINT)
-        _, err = submit.communicate(timeout=30)
+        submit.wait(timeout=30)  # although its input is still open
+        _, err = submit.communicate()
     assert submit.returncode == 130, err
-    assert "nothing runs" in err
+    assert "Nothing was submitted" in err
     assert not list(store.glob("jobs/*"))
+
+
+LOADING = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pagemill.jobs.commands":
+            print(flush=True)
+            time.sleep(30)
+sys.meta_path.insert(0, Slow())
+from pagemill.jobs.cli import main
+sys.exit(main([]))
+"""
+
+
+def test_ctrl_c_while_libraries_load_is_no_traceback() -> None:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", LOADING], **pipes) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "pagemill: Interrupted.\n")
 
 
 LIGHT = """
@@ -432,7 +488,7 @@ def test_commands_of_the_worker_name_the_extra_that_is_missing(
 def test_a_floor_that_does_not_load_leaves_a_command_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import typer
 
-    from pagemill.jobs import cli
+    from pagemill.jobs import commands
 
     class Broken:
         name = "worker"
@@ -441,9 +497,9 @@ def test_a_floor_that_does_not_load_leaves_a_command_that_says_so(monkeypatch: p
             raise ImportError("No module named 'torch'")
 
     program = typer.Typer()
-    monkeypatch.setattr(cli, "entry_points", lambda group: [Broken()])
-    monkeypatch.setattr(cli, "_JOINED", set())
-    cli.join_commands(program)
+    monkeypatch.setattr(commands, "entry_points", lambda group: [Broken()])
+    monkeypatch.setattr(commands, "_JOINED", set())
+    commands.join_commands(program)
     (command,) = program.registered_commands
     assert command.name == "worker"
     assert command.callback is not None

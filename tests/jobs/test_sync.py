@@ -89,7 +89,9 @@ def test_it_starts_again_after_it_was_closed(client: SyncClient) -> None:
     client.list(limit=1)
 
 
-@pytest.mark.parametrize("name", ["submit", "status", "watch", "wait", "cancel", "list", "workers"])
+@pytest.mark.parametrize(
+    "name", ["submit", "status", "watch", "wait", "cancel", "list", "workers", "recover", "recover_all"]
+)
 def test_each_method_has_the_signature_and_the_manual_of_the_async_one(name: str) -> None:
     ours, theirs = getattr(SyncClient, name), getattr(Client, name)
     assert inspect.signature(ours) == inspect.signature(theirs)

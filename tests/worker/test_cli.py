@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,27 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
-    """Starts the program; `sim_delay_ms=5` and the like become variables."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the program; `sim_delay_ms=5` and the like become variables. What still runs at the end is
+    ended."""
+    started: list[subprocess.Popen[str]] = []
 
     def begin(*words: object, stdin: Any = subprocess.DEVNULL, **variables: object) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith("PAGEMILL_")}
         env |= {"PAGEMILL_ENGINE": "simulated", "PAGEMILL_LEASE_TTL_S": "1", "HOME": str(tmp_path)}
         env |= {f"PAGEMILL_{name.upper()}": str(value) for name, value in variables.items()}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*PROGRAM, *map(str, words)], env=env, text=True, cwd=tmp_path, stdin=stdin,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+        started.append(process)
+        return process
 
-    return begin
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture
@@ -67,8 +75,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.C
 
 
 def ended(process: subprocess.Popen[str], text: str | None = None) -> tuple[int, str, str]:
-    with process:
-        out, err = process.communicate(text, timeout=60)
+    out, err = process.communicate(text, timeout=60)
     assert "Traceback" not in err, err
     return process.returncode, out, err
 
@@ -134,11 +141,11 @@ def test_a_run_that_was_cut_off_goes_on_and_computes_no_sealed_row_again(
     prompts.write_text("".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(400)))
     pace = {"sim_rows_per_second": 150, "sim_log": log, "seal_rows": 20, "seal_seconds": 0.2}
     words = ["run", prompts, "-o", output, "--json"]
-    with start(*words, **pace) as cut:
-        while not list(output.glob("jobs/*/_work/*/*.parquet")):
-            assert cut.poll() is None
-        cut.send_signal(number)
-        _, err = cut.communicate(timeout=30)
+    cut = start(*words, **pace)
+    while not list(output.glob("jobs/*/_work/*/*.parquet")):
+        assert cut.poll() is None
+    cut.send_signal(number)
+    _, err = cut.communicate(timeout=30)
     if number != signal.SIGKILL:
         assert cut.returncode == 130
         assert "run the same command again" in err
@@ -247,10 +254,10 @@ def test_a_worker_serves_until_it_is_told_to_leave(
             submitted = await client.submit(prompts, model=name)
             return (await submitted.wait(timeout=60)).completed
 
-    with start("worker", "--name", name, **surroundings) as worker:
-        assert asyncio.run(job()) == 2
-        worker.send_signal(signal.SIGTERM)
-        _, err = worker.communicate(timeout=30)
+    worker = start("worker", "--name", name, **surroundings)
+    assert asyncio.run(job()) == 2
+    worker.send_signal(signal.SIGTERM)
+    _, err = worker.communicate(timeout=30)
     assert worker.returncode == 0, err
     assert "Traceback" not in err
 
