@@ -57,6 +57,7 @@ from pagemill.kernels.cpu_vector import get, put
 
 def make(number):
     def step(params):
+LONG
         put(params, get(params) + np.float32(number))
     compiled = inner(step, number)
     def call(params):
@@ -73,7 +74,9 @@ for number in map(int, sys.argv[1:]):
 def test_code_from_disk_and_code_compiled_now_do_not_mix(folder: Path, tmp_path: Path) -> None:
     """Both hold an inner function of one name, which each process counts from one."""
     script = tmp_path / "outer.py"
-    script.write_text(OUTER)
+    # Too long a function to be inlined, which would hide what is linked with what.
+    line = "        put(params + 4, get(params + 4) * get(params) + np.float32(number))"
+    script.write_text(OUTER.replace("LONG", "\n".join([line] * 200)))
 
     def run(*numbers: str) -> list[str]:
         env = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "kept"), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -81,7 +84,7 @@ def test_code_from_disk_and_code_compiled_now_do_not_mix(folder: Path, tmp_path:
         return subprocess.run(command, env=env, capture_output=True, check=True, text=True).stdout.split()
 
     assert run("2") == ["2"]
-    assert run("2", "3") == ["2", "3"]
+    assert run("3", "2") == ["3", "2"]
 
 
 def test_a_damaged_file_is_compiled_again(folder: Path) -> None:
