@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pagemill.kernels import small_cpu
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dimension; x [tokens, width], weight [width], x's dtype.
@@ -12,6 +14,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     The mean is taken in float32 and the scaled value rounded to x's dtype before the weight, as
     transformers does: in bfloat16 another order gives other tokens.
     """
+    if x.dim() == 2 and small_cpu.serves(x):
+        return small_cpu.rms_norm(x, weight, eps)
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     return scaled.to(x.dtype).mul_(weight)

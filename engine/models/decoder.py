@@ -17,12 +17,11 @@ from torch import Tensor
 
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.models.spec import DecoderSpec, RopeSpec
-from pagemill.kernels.activation import silu_mul
 from pagemill.kernels.attention import PackedRows, paged_attention
-from pagemill.kernels.cache_write import write_kv
-from pagemill.kernels.linear import Linear
-from pagemill.kernels.norm import add_rms_norm, rms_norm
-from pagemill.kernels.rotary import apply_rope, rope_angles
+from pagemill.kernels.linear import GatedLinear, Linear
+from pagemill.kernels.norm import rms_norm
+from pagemill.kernels.rope_write import rope_write
+from pagemill.kernels.rotary import rope_angles
 
 # Gives a weight by name, in the model's dtype and on its device; raises when it is missing or misshapen.
 Take = Callable[[str, tuple[int, ...]], Tensor]
@@ -63,28 +62,24 @@ class Layer:
         self.output = _joined(
             take, f"{name}.self_attn", [("o_proj", hidden)], spec.query_size, spec.output_bias
         )
-        self.gate_up = _joined(
-            take, f"{name}.mlp", [("gate_proj", inner), ("up_proj", inner)], hidden, spec.mlp_bias
-        )
+        self.gated = _gated(take, f"{name}.mlp", inner, hidden, spec.mlp_bias)
         self.down = _joined(take, f"{name}.mlp", [("down_proj", hidden)], inner, spec.mlp_bias)
 
     def __call__(
-        self, x: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], layer: Tensor, rows: Inputs
-    ) -> Tensor:
-        """x is the block's normalised input; `residual` grows in place; returns what is to be added next."""
-        attended = self._attend(x, angles, layer, rows)
-        x = add_rms_norm(attended, residual, self.post_norm, self.spec.norm_eps)
-        return self.down(silu_mul(self.gate_up(x)))
+        self, residual: Tensor, angles: tuple[Tensor, Tensor], layer: Tensor, inputs: Inputs
+    ) -> None:
+        """`residual` [tokens, hidden] grows in place by what the two blocks add."""
+        x = rms_norm(residual, self.input_norm, self.spec.norm_eps)
+        self.output.add_to(residual, self._attend(x, angles, layer, inputs))
+        x = rms_norm(residual, self.post_norm, self.spec.norm_eps)
+        self.down.add_to(residual, self.gated(x))
 
     def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], layer: Tensor, inputs: Inputs) -> Tensor:
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        rotated = apply_rope(heads[:, : spec.num_heads + spec.num_kv_heads], *angles)
-        query, keys = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-        values = heads[:, spec.num_heads + spec.num_kv_heads :]
-        write_kv(layer, keys, values, inputs.blocks, inputs.offsets)
+        query = rope_write(heads, spec.num_heads, angles, layer, inputs.blocks, inputs.offsets)
         out = paged_attention(query, layer, inputs.rows, spec.head_dim**-0.5)
-        return self.output(out.view(x.shape[0], spec.query_size))
+        return out.view(x.shape[0], spec.query_size)
 
 
 class Decoder:
@@ -108,15 +103,9 @@ class Decoder:
         storage.clear(inputs.fresh_blocks)
         residual = F.embedding(inputs.token_ids, self.embedding)
         angles = rope_angles(inputs.positions, self.frequencies, residual.dtype)
-        update = None
         for i, layer in enumerate(self.layers):
-            if update is None:
-                x = rms_norm(residual, layer.input_norm, self.spec.norm_eps)
-            else:
-                x = add_rms_norm(update, residual, layer.input_norm, self.spec.norm_eps)
-            update = layer(x, residual, angles, storage.layer(i), inputs)
-        assert update is not None
-        return add_rms_norm(update, residual, self.norm, self.spec.norm_eps)
+            layer(residual, angles, storage.layer(i), inputs)
+        return rms_norm(residual, self.norm, self.spec.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] in float32 of the hidden states of rows that sample."""
@@ -130,6 +119,13 @@ def _joined(take: Take, prefix: str, parts: list[tuple[str, int]], in_features: 
         weights[0] if len(weights) == 1 else torch.cat(weights),
         torch.cat(biases) if biases else None,
     )
+
+
+def _gated(take: Take, prefix: str, inner: int, hidden: int, bias: bool) -> GatedLinear:
+    names = ("gate_proj", "up_proj")
+    weights = [take(f"{prefix}.{name}.weight", (inner, hidden)) for name in names]
+    biases = [take(f"{prefix}.{name}.bias", (inner,)) for name in names] if bias else []
+    return GatedLinear(*weights, *biases)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
