@@ -56,8 +56,9 @@ class EngineConfig:
 class SchedulerConfig:
     """The limits of one scheduler, all of them resolved.
 
-    num_blocks: blocks of key-value memory. max_tokens_per_row: most tokens one row may reach, prompt and
-    answer; the smaller of the context and of what the whole memory holds.
+    num_blocks: blocks of key-value memory. rope_switch: a row of more tokens than this has other keys than
+    before, all of them (longrope); None for never. max_tokens_per_row: most tokens one row may reach,
+    prompt and answer; the smaller of the context and of what the whole memory holds.
     """
 
     num_blocks: int
@@ -65,6 +66,7 @@ class SchedulerConfig:
     max_num_tokens: int = 512
     max_num_seqs: int = 64
     prefix_cache: bool = True
+    rope_switch: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "context", "max_num_tokens", "max_num_seqs"):
@@ -87,6 +89,7 @@ class ModelInfo:
 
     fingerprint: digest of what decides the tokens (weights, config, tokenizer, dtype).
     context: most tokens of a row, prompt and answer. kv_tokens: tokens of key-value memory in all.
+    rope_switch: see SchedulerConfig.
     generation_defaults: the model's generation_config (temperature, top_p, top_k, ...), for whoever
         resolves a request's parameters; the engine itself reads nothing from it.
     """
@@ -101,4 +104,5 @@ class ModelInfo:
     num_blocks: int
     kv_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+    rope_switch: int | None = None
     generation_defaults: Mapping[str, object] = field(default_factory=dict)

@@ -296,6 +296,7 @@ def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] |
         max_num_tokens=config.max_num_tokens or DEFAULT_NUM_TOKENS,
         max_num_seqs=config.max_num_seqs or DEFAULT_NUM_SEQS,
         prefix_cache=config.prefix_cache,
+        rope_switch=info.rope_switch,
     )
     log.info(describe(info, limits))
     return Engine(loaded.runner, loaded.tokenizer, info, limits, before_step=before_step)

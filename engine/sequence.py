@@ -30,6 +30,7 @@ class Sequence:
     block_table: ids of the memory blocks that hold tokens [16 * i, 16 * (i + 1)).
     block_hashes: chain hash of each full block known so far.
     arrival: order of arrival, fixed for life: preemption takes the latest first.
+    long_rope: whether its keys turn by the frequencies of texts beyond the model's original context.
     """
 
     request: Request
@@ -40,6 +41,7 @@ class Sequence:
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    long_rope: bool = False
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

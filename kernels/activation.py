@@ -10,3 +10,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [tokens, 2 * width], gate first; returns [tokens, width]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up in the tanh approximation, otherwise as `silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

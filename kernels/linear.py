@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill.kernels import linear_cpu
-from pagemill.kernels.activation import silu_mul
+from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
 
 
 class Linear:
@@ -48,14 +48,24 @@ class Linear:
             residual.add_(self(x))
 
 
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+
+
 class GatedLinear:
-    """silu(x G^T + g) * (x U^T + u): the first half of a gated feed-forward part; biases [out] or None."""
+    """activation(x G^T + g) * (x U^T + u): a gated feed-forward part's first half; biases [out] or None."""
 
     def __init__(
-        self, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+        self,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        *,
+        activation: str = "silu",
     ) -> None:
+        self.activation = ACTIVATIONS[activation]
         biases = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
-        self.compiled = linear_cpu.refusal(gate) is None
+        self.compiled = activation == "silu" and linear_cpu.refusal(gate) is None
         if self.compiled:
             self.weight = linear_cpu.pack_pair(gate, up)
             self.bias = None if biases is None else torch.stack([b.view(-1, 16) for b in biases], 1)
@@ -65,7 +75,7 @@ class GatedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.compiled:
             return linear_cpu.linear_gated(x, self.weight, self.bias)
-        return silu_mul(self.both(x))
+        return self.activation(self.both(x))
 
 
 def can_pack(weight: Tensor) -> bool:

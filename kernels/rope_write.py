@@ -22,7 +22,8 @@ def rope_write(
     angles: of rope_angles. layer, blocks, offsets: as for write_kv. Returns the rotated queries
     [tokens, num_heads, head_dim], which may be a view.
     """
-    if small_cpu.serves(heads) and layer.dtype == heads.dtype:
+    whole = 2 * angles[0].shape[-1] == heads.shape[-1]
+    if whole and small_cpu.serves(heads) and layer.dtype == heads.dtype:
         small_cpu.rope_write(heads, num_heads, *angles, layer, blocks, offsets)
         return heads[:, :num_heads]
     kv_heads = layer.shape[2]

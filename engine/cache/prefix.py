@@ -1,6 +1,7 @@
 """The prefix cache: full blocks named by everything up to their end, so that equal prefixes share memory.
 
-A block's hash covers its parent's hash, its 16 token ids and, at the root, the salt. It is SHA-256: a
+A block's hash covers its parent's hash, its 16 token ids and, at the root, the salt and which of the
+model's rotary frequencies its keys have. It is SHA-256: a
 collision that somebody makes on purpose would put another prompt's memory into an answer, so the hash must
 be one for which nobody can. This file knows tokens and blocks; it may not decide who runs.
 """
@@ -20,15 +21,16 @@ def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
     return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
 
 
-def root_hash(salt: str) -> bytes:
-    """The parent of first blocks: prompts with different salts share nothing."""
-    return hashlib.sha256(b"pagemill " + salt.encode()).digest()
+def root_hash(salt: str, long_rope: bool = False) -> bytes:
+    """The parent of first blocks: prompts with different salts share nothing, nor do rows whose keys turn
+    by different frequencies."""
+    return hashlib.sha256((b"pagemill long " if long_rope else b"pagemill ") + salt.encode()).digest()
 
 
 def extend_hashes(seq: Sequence, count: int) -> None:
     """Hash the row's first `count` blocks, those not hashed yet; all their tokens must be known."""
     hashes = seq.block_hashes
-    parent = hashes[-1] if hashes else root_hash(seq.request.cache_salt)
+    parent = hashes[-1] if hashes else root_hash(seq.request.cache_salt, seq.long_rope)
     for i in range(len(hashes), count):
         parent = block_hash(parent, seq.token_ids[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE])
         hashes.append(parent)

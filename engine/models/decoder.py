@@ -1,13 +1,11 @@
 """The one decoder: token ids and positions in, hidden states and logits out.
 
 It may not know where its weights come from (a function gives them by name), nor rows, requests or
-sampling. Weight names are those of transformers' Llama; a family or a file format that calls them
-otherwise translates.
+sampling. Weight names are those of transformers; a file format that calls them otherwise translates.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,15 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill.engine.cache.storage import KVStorage
-from pagemill.engine.models.spec import DecoderSpec, RopeSpec
+from pagemill.engine.models.rope import Rope
+from pagemill.engine.models.spec import DecoderSpec
 from pagemill.kernels.attention import PackedRows, paged_attention
 from pagemill.kernels.linear import GatedLinear, Linear
 from pagemill.kernels.norm import rms_norm
 from pagemill.kernels.rope_write import rope_write
-from pagemill.kernels.rotary import rope_angles
 
 # Gives a weight by name, in the model's dtype and on its device; raises when it is missing or misshapen.
 Take = Callable[[str, tuple[int, ...]], Tensor]
+# cos and sin of a step's tokens.
+Angles = tuple[Tensor, Tensor]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -35,7 +35,8 @@ class Inputs:
     """The tokens of one step, packed; int64 vectors [tokens].
 
     blocks, offsets: where each token's keys and values go. fresh_blocks: blocks whose first token is in
-    this step. rows: which tokens belong together, for attention.
+    this step. rows: which tokens belong together, for attention. long_rope: True for tokens of texts that
+    have outgrown the original context [tokens], None where there are none.
     """
 
     token_ids: Tensor
@@ -44,6 +45,7 @@ class Inputs:
     offsets: Tensor
     fresh_blocks: Tensor
     rows: PackedRows
+    long_rope: Tensor | None = None
 
 
 class Layer:
@@ -51,34 +53,61 @@ class Layer:
 
     def __init__(self, spec: DecoderSpec, index: int, take: Take) -> None:
         self.spec = spec
-        self.index = index
-        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.window = spec.window(index)
         name = f"model.layers.{index}"
-        self.input_norm = take(f"{name}.input_layernorm.weight", (hidden,))
-        self.post_norm = take(f"{name}.post_attention_layernorm.weight", (hidden,))
-        # Projections that read the same input are one product.
+        self._take_norms(take, name)
+        self._take_projections(take, name)
+
+    def _take_norms(self, take: Take, name: str) -> None:
+        spec = self.spec
+
+        def norm(part: str, size: int) -> Tensor:
+            return _norm_weight(spec, take, f"{name}.{part}.weight", size)
+
+        hidden = spec.hidden_size
+        self.input_norm = norm("input_layernorm", hidden)
+        # Without post norms the norm that follows attention in the checkpoint is the feed-forward's.
+        after_attention = norm("post_attention_layernorm", hidden)
+        self.attended_norm = after_attention if spec.post_norms else None
+        self.mlp_norm = norm("pre_feedforward_layernorm", hidden) if spec.post_norms else after_attention
+        self.given_norm = norm("post_feedforward_layernorm", hidden) if spec.post_norms else None
+        self.qk_norm = None
+        if spec.qk_norm:
+            # One weight for each head, so that queries and keys are one call.
+            query, key = (norm(f"self_attn.{kind}_norm", spec.head_dim) for kind in "qk")
+            self.qk_norm = torch.stack([query] * spec.num_heads + [key] * spec.num_kv_heads)
+
+    def _take_projections(self, take: Take, name: str) -> None:
+        spec = self.spec
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        # Projections that read the same input are one product, whether or not they are one in the file.
         qkv = [("q_proj", spec.query_size), ("k_proj", spec.kv_size), ("v_proj", spec.kv_size)]
+        if spec.fused_weights:
+            qkv = [("qkv_proj", spec.query_size + 2 * spec.kv_size)]
+        output, down = [("o_proj", hidden)], [("down_proj", hidden)]
         self.qkv = _joined(take, f"{name}.self_attn", qkv, hidden, spec.qkv_bias)
-        self.output = _joined(
-            take, f"{name}.self_attn", [("o_proj", hidden)], spec.query_size, spec.output_bias
-        )
-        self.gated = _gated(take, f"{name}.mlp", inner, hidden, spec.mlp_bias)
-        self.down = _joined(take, f"{name}.mlp", [("down_proj", hidden)], inner, spec.mlp_bias)
+        self.output = _joined(take, f"{name}.self_attn", output, spec.query_size, spec.output_bias)
+        self.gated = _gated(take, f"{name}.mlp", spec)
+        self.down = _joined(take, f"{name}.mlp", down, inner, spec.mlp_bias)
 
-    def __call__(
-        self, residual: Tensor, angles: tuple[Tensor, Tensor], layer: Tensor, inputs: Inputs
-    ) -> None:
+    def __call__(self, residual: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> None:
         """`residual` [tokens, hidden] grows in place by what the two blocks add."""
-        x = rms_norm(residual, self.input_norm, self.spec.norm_eps)
-        self.output.add_to(residual, self._attend(x, angles, layer, inputs))
-        x = rms_norm(residual, self.post_norm, self.spec.norm_eps)
-        self.down.add_to(residual, self.gated(x))
+        eps = self.spec.norm_eps
+        attended = self._attend(rms_norm(residual, self.input_norm, eps), angles, layer, inputs)
+        _add(residual, self.output, attended, self.attended_norm, eps)
+        gated = self.gated(rms_norm(residual, self.mlp_norm, eps))
+        _add(residual, self.down, gated, self.given_norm, eps)
 
-    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], layer: Tensor, inputs: Inputs) -> Tensor:
+    def _attend(self, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
+        if self.qk_norm is not None:
+            turning = heads[:, : spec.num_heads + spec.num_kv_heads]
+            turning.copy_(rms_norm(turning, self.qk_norm, spec.norm_eps))
         query = rope_write(heads, spec.num_heads, angles, layer, inputs.blocks, inputs.offsets)
-        out = paged_attention(query, layer, inputs.rows, spec.head_dim**-0.5)
+        out = paged_attention(
+            query, layer, inputs.rows, spec.scale, window=self.window, softcap=spec.attention_softcap
+        )
         return out.view(x.shape[0], spec.query_size)
 
 
@@ -94,22 +123,41 @@ class Decoder:
         head = EMBEDDING if spec.tied and not has(HEAD) else HEAD
         self.embedding = take(embedding, shape)
         self.layers = [Layer(spec, i, take) for i in range(spec.num_layers)]
-        self.norm = take("model.norm.weight", (spec.hidden_size,))
+        self.norm = _norm_weight(spec, take, "model.norm.weight", spec.hidden_size)
         self.head = Linear(self.embedding if head == embedding else take(head, shape))
-        self.frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self.embedding.device)
+        device = self.embedding.device
+        self.rope = Rope(spec.rope, spec.head_dim, device)
+        self.window_rope = Rope(spec.window_rope, spec.head_dim, device) if spec.window_rope else None
 
     def hidden(self, inputs: Inputs, storage: KVStorage) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm; writes the tokens' keys and values."""
         storage.clear(inputs.fresh_blocks)
         residual = F.embedding(inputs.token_ids, self.embedding)
-        angles = rope_angles(inputs.positions, self.frequencies, residual.dtype)
+        if self.spec.embedding_scale != 1.0:
+            # Rounded to the model's dtype before it multiplies, as transformers does.
+            residual = residual * torch.tensor(self.spec.embedding_scale, dtype=residual.dtype)
+        all_seeing, windowed = self._angles(inputs, residual.dtype)
         for i, layer in enumerate(self.layers):
-            layer(residual, angles, storage.layer(i), inputs)
+            layer(residual, all_seeing if layer.window is None else windowed, storage.layer(i), inputs)
         return rms_norm(residual, self.norm, self.spec.norm_eps)
+
+    def _angles(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Angles, Angles]:
+        """Of layers that see all, and of those with a window."""
+        angles = self.rope.angles(inputs.positions, inputs.long_rope, dtype)
+        if self.window_rope is None:
+            return angles, angles
+        return angles, self.window_rope.angles(inputs.positions, inputs.long_rope, dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] in float32 of the hidden states of rows that sample."""
-        return self.head(hidden).float()
+        logits = self.head(hidden).float()
+        cap = self.spec.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def _norm_weight(spec: DecoderSpec, take: Take, name: str, size: int) -> Tensor:
+    weight = take(name, (size,))
+    return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
 def _joined(take: Take, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Linear:
@@ -121,33 +169,21 @@ def _joined(take: Take, prefix: str, parts: list[tuple[str, int]], in_features: 
     )
 
 
-def _gated(take: Take, prefix: str, inner: int, hidden: int, bias: bool) -> GatedLinear:
-    names = ("gate_proj", "up_proj")
-    weights = [take(f"{prefix}.{name}.weight", (inner, hidden)) for name in names]
-    biases = [take(f"{prefix}.{name}.bias", (inner,)) for name in names] if bias else []
-    return GatedLinear(*weights, *biases)
+def _gated(take: Take, prefix: str, spec: DecoderSpec) -> GatedLinear:
+    inner, hidden = spec.intermediate_size, spec.hidden_size
+    if spec.fused_weights:
+        gate, up = take(f"{prefix}.gate_up_proj.weight", (2 * inner, hidden)).chunk(2)
+        return GatedLinear(gate, up, activation=spec.activation)
+    weights = [take(f"{prefix}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")]
+    biases = (
+        [take(f"{prefix}.{name}_proj.bias", (inner,)) for name in ("gate", "up")] if spec.mlp_bias else []
+    )
+    return GatedLinear(*weights, *biases, activation=spec.activation)
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Angle per position of each dimension pair, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.scaling == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.scaling == "llama3":
-        frequencies = _llama3(frequencies, rope)
-    if rope.divisors:
-        frequencies = frequencies / torch.tensor(rope.divisors, dtype=torch.float32)
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched, short ones kept, others blended."""
-    wavelengths = 2 * math.pi / frequencies
-    stretched = frequencies / rope.factor
-    turns = rope.original_context / wavelengths
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blended = (1 - blend) * stretched + blend * frequencies
-    slow = wavelengths > rope.original_context / rope.low_freq_factor
-    fast = wavelengths < rope.original_context / rope.high_freq_factor
-    return torch.where(slow, stretched, torch.where(fast, frequencies, blended))
+def _add(residual: Tensor, layer: Linear, x: Tensor, norm: Tensor | None, eps: float) -> None:
+    """Adds layer(x) to `residual` in place, normalised first where the family does."""
+    if norm is None:
+        layer.add_to(residual, x)
+    else:
+        residual.add_(rms_norm(layer(x), norm, eps))

@@ -50,7 +50,17 @@ def build_rows(batch: Batch, storage: KVStorage) -> StepRows:
     where = torch.tensor(positions)
     place = torch.tensor(blocks)
     offsets = where % BLOCK_SIZE
-    inputs = Inputs(torch.tensor(token_ids), where, place, offsets, place[offsets == 0], rows)
+    inputs = Inputs(
+        torch.tensor(token_ids), where, place, offsets, place[offsets == 0], rows, _long_rope(batch)
+    )
     sampling = tuple(i for i in range(len(batch.sequences)) if batch.samples(i))
     last_tokens = torch.tensor([starts[i + 1] - 1 for i in sampling], dtype=torch.int64)
     return StepRows(inputs, tuple(starts), sampling, last_tokens)
+
+
+def _long_rope(batch: Batch) -> torch.Tensor | None:
+    """For each token whether its row has outgrown the original context; None where no row has."""
+    rows = [seq.long_rope for seq in batch.sequences]
+    if not any(rows):
+        return None
+    return torch.repeat_interleave(torch.tensor(rows), torch.tensor(batch.num_scheduled))

@@ -61,10 +61,14 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """A new row, whose prompt fits the whole pool (what does not is refused before)."""
         self._num_waiting += 1
+        seq.long_rope = self._outgrown(seq)
         self._waiting.push(seq)
 
     def schedule(self) -> Batch:
         """Choose the next batch; its rows' block tables cover what they are to compute."""
+        for seq in self._running:
+            if self._outgrown(seq) and not seq.long_rope:
+                self._begin_anew(seq)
         plan: dict[Sequence, int] = {}
         preemptions = self.preemptions
         budget = self._continue_running(plan)
@@ -101,6 +105,24 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self._num_waiting -= 1
         seq.status = Status.FINISHED
+
+    def _outgrown(self, seq: Sequence) -> bool:
+        return self.limits.rope_switch is not None and len(seq.token_ids) > self.limits.rope_switch
+
+    def _begin_anew(self, seq: Sequence) -> None:
+        """The row has outgrown the context that its keys were made for: it keeps running and its place, and
+        computes all its tokens again."""
+        released = self._inflight.give_up(seq)
+        self.pool.release(seq.block_table)
+        seq.long_rope = True
+        seq.block_hashes = []
+        found = self.cache.find(seq)
+        self.pool.share(found)
+        seq.block_table = found
+        seq.num_computed_tokens = len(found) * BLOCK_SIZE
+        if self.cache.enabled:
+            self._inflight.begin(seq)
+        self._release(released)
 
     def _continue_running(self, plan: dict[Sequence, int]) -> int:
         """Schedule rows that run already, and return what is left of the budget.

@@ -19,6 +19,7 @@ from torch import Tensor
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.decoder import Decoder
 from pagemill.engine.models.registry import Family, family_of_config, family_of_gguf
+from pagemill.engine.models.rope_fields import ROPE_TENSORS
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.engine.weights.gguf import GGUFFile
 from pagemill.engine.weights.safetensors import SafetensorsFiles, read_json
@@ -50,7 +51,8 @@ class TensorFiles(Protocol):
 class Checkpoint:
     """A model on disk, recognised but not read.
 
-    name_of: our weight name to the file's. interleaved_heads: see Family.gguf_interleaved_heads.
+    name_of: our weight name to the file's. restore: gives a tensor, by our name, the form that it has in
+        transformers.
     generation: the model's generation_config, {} where it has none.
     """
 
@@ -58,7 +60,7 @@ class Checkpoint:
     spec: DecoderSpec
     files: TensorFiles
     name_of: Callable[[str], str]
-    interleaved_heads: Callable[[str], int]
+    restore: Callable[[str, Tensor], Tensor]
     generation: Mapping[str, Any]
     eos_token_ids: frozenset[int]
 
@@ -83,7 +85,7 @@ def _open_directory(path: Path) -> Checkpoint:
     generation = read_json(generation_path) if generation_path.exists() else {}
     eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
     files = SafetensorsFiles(path)
-    return Checkpoint(path, spec, files, lambda name: name, lambda name: 0, generation, eos)
+    return Checkpoint(path, spec, files, lambda name: name, lambda name, tensor: tensor, generation, eos)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -97,7 +99,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         spec,
         file,
         family.gguf_name,
-        lambda name: family.gguf_interleaved_heads(name, spec),
+        lambda name, tensor: family.gguf_restore(name, tensor, spec),
         {},
         eos,
     )
@@ -125,8 +127,7 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         tensor = checkpoint.files.read(source)
         if not tensor.is_floating_point():
             raise ModelLoadError(f"{checkpoint.path}: tensor {source} holds {tensor.dtype}, not numbers.")
-        if heads := checkpoint.interleaved_heads(name):
-            tensor = _deinterleave(tensor, heads)
+        tensor = checkpoint.restore(name, tensor)
         return tensor.to(device=device, dtype=dtype, copy=checkpoint.files.mapped)
 
     decoder = Decoder(checkpoint.spec, take, lambda name: checkpoint.name_of(name) in shapes)
@@ -139,13 +140,7 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def _ignorable(name: str, spec: DecoderSpec) -> bool:
-    return bool(DERIVED.search(name)) or (name == "rope_freqs.weight" and bool(spec.rope.divisors))
-
-
-def _deinterleave(weight: Tensor, heads: int) -> Tensor:
-    """Rows of each head from (0, d/2, 1, d/2 + 1, ...) back to (0, 1, 2, ...)."""
-    per_head = weight.reshape(heads, -1, 2, *weight.shape[1:])
-    return per_head.transpose(1, 2).reshape(weight.shape)
+    return bool(DERIVED.search(name)) or (name in ROPE_TENSORS and bool(spec.rope.divisors))
 
 
 def weights_digest(files: list[Path]) -> str:

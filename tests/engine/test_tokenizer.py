@@ -9,7 +9,8 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import tiny_llama, write_gguf
+from tiny_gguf import write_gguf
+from tiny_models import tiny_llama
 from tiny_tokenizers import CHATML, LLAMA2, byte_level, gguf_metadata, save, sentencepiece
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

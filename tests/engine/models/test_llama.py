@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_gguf import write_gguf
 from tiny_models import (
     LLAMA3_ROPE,
     Driver,
+    all_logits,
     greedy,
     open_runner,
     prompts,
@@ -18,12 +20,9 @@ from tiny_models import (
     save,
     sequence,
     tiny_llama,
-    write_gguf,
 )
 from transformers import LlamaForCausalLM
 
-from pagemill.engine.batch import Batch
-from pagemill.engine.run.rows import build_rows
 from pagemill.engine.run.runner import ModelRunner
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -45,15 +44,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 NOT_IN_GGUF = {"attention bias", "feed-forward bias", "linear rope"}
-
-
-def all_logits(runner: ModelRunner, ids: list[int]) -> torch.Tensor:
-    """Logits of every position, in one step."""
-    seq = sequence(ids)
-    seq.block_table = list(range(-(-len(ids) // 16)))
-    with torch.inference_mode():
-        rows = build_rows(Batch((seq,), (len(ids),)), runner.storage)
-        return runner.decoder.logits(runner.decoder.hidden(rows.inputs, runner.storage))
 
 
 def check(model: LlamaForCausalLM, runner: ModelRunner) -> None:

@@ -88,7 +88,7 @@ class FakeRunner:
 
     def _read(self, seq: Row) -> int:
         """Check that memory holds everything before what is to be computed; the digest of it."""
-        value = history((), seq.request.cache_salt)
+        value = history((), f"{seq.request.cache_salt} {seq.long_rope}")
         for position in range(seq.num_computed_tokens):
             value = digest(value, seq.token_ids[position])
             assert self.memory[self._slot(seq, position)] == value, (

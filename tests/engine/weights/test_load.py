@@ -9,6 +9,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_gguf import write_gguf
 from tiny_models import (
     Driver,
     greedy,
@@ -18,7 +19,6 @@ from tiny_models import (
     save,
     sequence,
     tiny_llama,
-    write_gguf,
 )
 from transformers import LlamaForCausalLM
 
