@@ -6,10 +6,35 @@ A family that needs something new adds a field with a default that leaves the ot
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 Scaling = Literal["none", "linear", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
+
+
+class ModelSpec(Protocol):
+    """What whoever sizes memory and names a model must know of it, whichever code computes it."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def rope_switch(self) -> int | None:
+        """Texts of more tokens than this turn by other frequencies, all of their tokens; None for never."""
+        ...
+
+    def parameters(self) -> int:
+        """How many numbers a loaded model keeps."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +124,6 @@ class DecoderSpec:
 
     @property
     def rope_switch(self) -> int | None:
-        """Texts of more tokens than this turn by other frequencies, all of their tokens; None for never."""
         return self.rope.original_context if self.rope.long_divisors else None
 
     def window(self, layer: int) -> int | None:

@@ -17,11 +17,13 @@ import torch
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.config import EngineConfig, ModelInfo
 from pagemill.engine.errors import ModelLoadError
+from pagemill.engine.models.fallback import Fallback
 from pagemill.engine.run.memory import available_memory, check_weights_fit, plan_memory
 from pagemill.engine.run.runner import ModelRunner
 from pagemill.engine.run.sampler import Sampler
+from pagemill.engine.run.trial import check_fallback
 from pagemill.engine.tokenizer import Tokenizer
-from pagemill.engine.weights.load import Checkpoint, load_decoder, open_checkpoint, weights_digest
+from pagemill.engine.weights.load import Checkpoint, load_weights, open_checkpoint, weights_digest
 
 # What of a generation_config may stand in for a parameter that a request leaves open.
 GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -48,7 +50,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     plan_memory(spec, dtype, config)
     check_weights_fit(spec, dtype, available_memory())
     tokenizer = Tokenizer.from_path(config.model)
-    decoder = load_decoder(checkpoint, dtype, device)
+    model = load_weights(checkpoint, dtype, device)
+    if isinstance(model, Fallback):
+        check_fallback(model, dtype)
     memory = plan_memory(spec, dtype, config, available_memory())
     storage = KVStorage(memory.num_blocks, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, device)
     ends = frozenset(i for i in checkpoint.eos_token_ids | tokenizer.eos_token_ids if i < spec.vocab_size)
@@ -63,9 +67,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
         num_blocks=memory.num_blocks,
         kv_tokens=memory.kv_tokens,
         eos_token_ids=ends,
+        rope_switch=spec.rope_switch,
         generation_defaults=generation_defaults(checkpoint.generation),
     )
-    return LoadedModel(ModelRunner(decoder, storage, Sampler(ends)), tokenizer, info)
+    return LoadedModel(ModelRunner(model, storage, Sampler(ends)), tokenizer, info)
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, object]:

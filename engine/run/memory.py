@@ -14,7 +14,7 @@ import torch
 from pagemill.engine.cache.storage import block_bytes
 from pagemill.engine.config import BLOCK_SIZE, EngineConfig
 from pagemill.engine.errors import OutOfMemory
-from pagemill.engine.models.spec import DecoderSpec
+from pagemill.engine.models.spec import ModelSpec
 
 GIB = 1 << 30
 
@@ -37,7 +37,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    spec: DecoderSpec,
+    spec: ModelSpec,
     dtype: torch.dtype,
     config: EngineConfig,
     available: int | None = None,
@@ -67,7 +67,7 @@ def plan_memory(
     return MemoryPlan(blocks, min(context or longest, longest), one)
 
 
-def _check_context(spec: DecoderSpec, context: int, blocks: int, one: int, budget: str) -> None:
+def _check_context(spec: ModelSpec, context: int, blocks: int, one: int, budget: str) -> None:
     if context > spec.context:
         raise OutOfMemory(f"A context of {context} tokens was asked for; the model's own is {spec.context}.")
     # The last token of a row needs no memory of its own: nothing is computed after it.
@@ -80,11 +80,11 @@ def _check_context(spec: DecoderSpec, context: int, blocks: int, one: int, budge
         )
 
 
-def _context_in(blocks: int, spec: DecoderSpec) -> int:
+def _context_in(blocks: int, spec: ModelSpec) -> int:
     return min(spec.context, blocks * BLOCK_SIZE + 1) if blocks else 0
 
 
-def check_weights_fit(spec: DecoderSpec, dtype: torch.dtype, available: int | None) -> None:
+def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, available: int | None) -> None:
     """Raises OutOfMemory before a model is read that could never fit."""
     needed = spec.parameters() * dtype.itemsize
     if available is not None and needed > available:

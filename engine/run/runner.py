@@ -7,22 +7,35 @@ change a sequence.
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pagemill.engine.batch import Batch, StepResult
 from pagemill.engine.cache.storage import KVStorage
-from pagemill.engine.models.decoder import Decoder
+from pagemill.engine.models.decoder import Inputs
 from pagemill.engine.request import TokenLogprob
 from pagemill.engine.run.rows import StepRows, build_rows
 from pagemill.engine.run.sampler import Sampled, Sampler
 
 
-class ModelRunner:
-    """Implements batch.Runner for one decoder and one storage."""
+class Model(Protocol):
+    """The one decoder, or a model of transformers in its place."""
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, sampler: Sampler) -> None:
+    def hidden(self, inputs: Inputs, storage: KVStorage) -> Tensor:
+        """Hidden states [tokens, hidden] after the last norm; writes the tokens' keys and values."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [rows, vocabulary] in float32 of the hidden states of rows that sample."""
+        ...
+
+
+class ModelRunner:
+    """Implements batch.Runner for one model and one storage."""
+
+    def __init__(self, decoder: Model, storage: KVStorage, sampler: Sampler) -> None:
         self.decoder = decoder
         self.storage = storage
         self.sampler = sampler

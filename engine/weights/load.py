@@ -18,9 +18,11 @@ from torch import Tensor
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.decoder import Decoder
-from pagemill.engine.models.registry import Family, family_of_config, family_of_gguf
+from pagemill.engine.models.fallback import Fallback, FallbackSpec
+from pagemill.engine.models.registry import family_of_config, family_of_gguf
 from pagemill.engine.models.rope_fields import ROPE_TENSORS
 from pagemill.engine.models.spec import DecoderSpec
+from pagemill.engine.weights.fallback import fallback_spec, load_fallback
 from pagemill.engine.weights.gguf import GGUFFile
 from pagemill.engine.weights.safetensors import SafetensorsFiles, read_json
 
@@ -51,13 +53,14 @@ class TensorFiles(Protocol):
 class Checkpoint:
     """A model on disk, recognised but not read.
 
+    spec: of a family, or of a model that transformers computes.
     name_of: our weight name to the file's. restore: gives a tensor, by our name, the form that it has in
         transformers.
     generation: the model's generation_config, {} where it has none.
     """
 
     path: Path
-    spec: DecoderSpec
+    spec: DecoderSpec | FallbackSpec
     files: TensorFiles
     name_of: Callable[[str], str]
     restore: Callable[[str, Tensor], Tensor]
@@ -80,7 +83,8 @@ def _open_directory(path: Path) -> Checkpoint:
         raise ModelLoadError(f"{path} holds no config.json.")
     config = read_json(path / "config.json")
     family = family_of_config(config)
-    spec = family.spec_from_config(config)
+    # Before weights are looked for, so that what cannot be run says so whatever else is wrong.
+    spec = family.spec_from_config(config) if family else fallback_spec(path, config)
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
@@ -90,7 +94,7 @@ def _open_directory(path: Path) -> Checkpoint:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GGUFFile(path)
-    family: Family = family_of_gguf(file.metadata)
+    family = family_of_gguf(file.metadata)
     spec = family.spec_from_gguf(file.metadata, file.shapes, file.read)
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     eos = frozenset[int]().union(*(_ids(file.metadata.get(f"tokenizer.ggml.{key}")) for key in keys))
@@ -110,9 +114,17 @@ def _ids(value: object) -> frozenset[int]:
     return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
 
 
+def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder | Fallback:
+    """Reads every weight; whatever is wrong with one is a ModelLoadError that names it."""
+    if isinstance(checkpoint.spec, FallbackSpec):
+        return load_fallback(checkpoint.path, checkpoint.spec, dtype)
+    return load_decoder(checkpoint, dtype, device)
+
+
 def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Reads every weight. One that is missing, misshapen or left over is a ModelLoadError that names it."""
-    shapes = checkpoint.files.shapes
+    spec, shapes = checkpoint.spec, checkpoint.files.shapes
+    assert isinstance(spec, DecoderSpec), "what transformers computes has a loader of its own"
     taken: set[str] = set()
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -130,8 +142,8 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         tensor = checkpoint.restore(name, tensor)
         return tensor.to(device=device, dtype=dtype, copy=checkpoint.files.mapped)
 
-    decoder = Decoder(checkpoint.spec, take, lambda name: checkpoint.name_of(name) in shapes)
-    left = sorted(name for name in shapes if name not in taken and not _ignorable(name, checkpoint.spec))
+    decoder = Decoder(spec, take, lambda name: checkpoint.name_of(name) in shapes)
+    left = sorted(name for name in shapes if name not in taken and not _ignorable(name, spec))
     if left:
         raise ModelLoadError(
             f"{checkpoint.path} holds {len(left)} tensors that its config gives no use for, first {left[0]}."
