@@ -2,20 +2,25 @@
 
 A step mixes rows that decode one token with rows that prefill many. Their queries lie packed in one
 matrix; their keys and values lie in blocks named by each row's block table, already written by
-`cache_write`. Query j of row i sees keys [0, lengths[i] - query_lengths[i] + j].
+`cache_write`. Query j of row i sees keys [0, lengths[i] - query_lengths[i] + j], or the last `window` of
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
 
+import torch
 from torch import Tensor
 
-from pagemill.kernels import attention_torch
-from pagemill.kernels.attention_torch import PackedRows
-from pagemill.kernels.cache_write import BLOCK_SIZE
+from pagemill.kernels import attention_cpu, attention_torch
+from pagemill.kernels.packed_rows import PackedRows
 
 __all__ = ["PackedRows", "paged_attention", "plan_rows"]
+
+logger = logging.getLogger(__name__)
 
 
 def plan_rows(
@@ -27,31 +32,41 @@ def plan_rows(
     """Describes the rows of a step once, for all its layers.
 
     query_lengths: tokens of each row in this step, >= 1. lengths: keys of each row with this step's included.
-    block_tables: block ids of each row, enough to hold `lengths`. layer: any one of the storage's, for its
-    shape.
-    Raises ValueError where these contradict each other: attention over memory that holds nothing would
-    not fail, it would answer wrongly.
+    block_tables: block ids of each row, enough to hold `lengths`; not to be changed during the step.
+    layer: any one of the storage's, for its device. Raises ValueError where these contradict each other.
     """
-    _check_rows(query_lengths, lengths, block_tables)
     if layer.device.type != "cpu":
         raise ValueError(f"there is no attention for device {layer.device.type}")
-    return attention_torch.plan_rows(query_lengths, lengths, block_tables, layer)
+    return PackedRows(query_lengths, lengths, block_tables)
 
 
-def paged_attention(query: Tensor, layer: Tensor, rows: PackedRows, scale: float) -> Tensor:
+def paged_attention(
+    query: Tensor,
+    layer: Tensor,
+    rows: PackedRows,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Causal attention; query [tokens, heads, head_dim], layer [blocks, 2, kv_heads, head_dim * 16].
 
-    `heads` is a multiple of `kv_heads`: query head h reads kv head h // (heads / kv_heads). Returns
-    [tokens, heads, head_dim] in query's dtype.
+    `heads` is a multiple of `kv_heads`: query head h reads kv head h // (heads / kv_heads). window: each
+    query sees this many keys at most, its own included. softcap: scores become softcap * tanh(score /
+    softcap) before the softmax (Gemma 2). Returns [tokens, heads, head_dim] in query's dtype.
     """
-    return attention_torch.paged_attention(query, layer, rows, scale)
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} keys shows a query nothing")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, not {softcap}")
+    attend = _implementation(query.shape[2], query.dtype, layer.dtype)
+    return attend(query, layer, rows, scale, window=window, softcap=softcap)
 
 
-def _check_rows(
-    query_lengths: Sequence[int], lengths: Sequence[int], block_tables: Sequence[Sequence[int]]
-) -> None:
-    for i, (new, length, table) in enumerate(zip(query_lengths, lengths, block_tables, strict=True)):
-        if not 1 <= new <= length:
-            raise ValueError(f"row {i} has {new} new tokens of {length}")
-        if len(table) * BLOCK_SIZE < length:
-            raise ValueError(f"row {i} has {len(table)} blocks for {length} tokens")
+@cache
+def _implementation(head_dim: int, *dtypes: torch.dtype) -> Callable[..., Tensor]:
+    reason = attention_cpu.refusal(head_dim, *dtypes)
+    if reason is None:
+        return attention_cpu.paged_attention
+    logger.warning("Attention takes the slower form in torch, since for the compiled one %s.", reason)
+    return attention_torch.paged_attention

@@ -1,4 +1,4 @@
-"""Paged attention against its reference, and what must hold of it whatever the batch."""
+"""Attention in torch against its reference, and what must hold of it whatever the batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagemill.kernels import attention_torch
-from pagemill.kernels.attention import paged_attention, plan_rows
-from pagemill.kernels.attention_torch import reference_attention
+from pagemill.kernels.attention import plan_rows
+from pagemill.kernels.attention_torch import paged_attention, reference_attention
 from pagemill.kernels.cache_write import BLOCK_SIZE
 
 LAYERS, LAYER = 3, 1

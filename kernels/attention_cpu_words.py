@@ -1,0 +1,54 @@
+"""What attention's compiled part and its caller agree upon: sizes, and the words of the parameter block.
+
+Numbers only: the caller may read them without numba.
+"""
+
+from __future__ import annotations
+
+LINE = 64  # bytes of a cache line, and of 16 float32
+
+# Keys are summed up in splits of 256, at the same places for every query.
+SPLIT_BLOCKS = 16
+# One row of scores: a split, and a line more, lest the rows of a tile fall on the same cache sets.
+SCORE_BYTES = (SPLIT_BLOCKS + 1) * LINE
+# Rows of a register tile: 6 rows of 16 sums fill 12 of the 16 registers of AVX2.
+TILE_ROWS = 6
+
+# Words of the parameter block, int64 each. The first two are counted up by threads and so lie on cache
+# lines of their own, apart from what all threads only read.
+ITEM, THREAD = 0, 8
+(
+    ITEMS,  # how many items there are
+    ITEM_LIST,  # [items, 8] int64: token, tokens, position, length, place in the tables, kv head, kv heads, 0
+    SCRATCH,
+    SCRATCH_BYTES,  # of one thread
+    SUMS,  # offsets into a thread's scratch; its queries lie at 0
+    SCORES,
+    MAXIMA,
+    TOTALS,
+    QUERY,  # address, and bytes from token to token and from head to head
+    QUERY_TOKEN,
+    QUERY_HEAD,
+    OUT,  # the same
+    OUT_TOKEN,
+    OUT_HEAD,
+    HALF,  # whether query and out are bfloat16
+    LAYER,  # address, and bytes from block to block, from keys to values and from head to head
+    BLOCK_BYTES,
+    VALUES,
+    HEAD_BYTES,
+    GROUP,  # query heads of a kv head
+    HEAD_DIM,
+    TABLES,  # int32
+    SCALE,  # float32 in the low half of the word
+    SOFTCAP,
+    WINDOW,
+) = range(16, 41)
+WORDS = 48
+ITEM_WORDS = 8
+
+
+def small_rows(group: int) -> int:
+    """Rows of the register tile for one token with `group` query heads: as few tiles as do, of like size."""
+    tiles = -(-group // TILE_ROWS)
+    return -(-group // tiles)

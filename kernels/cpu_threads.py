@@ -1,0 +1,67 @@
+"""Runs a compiled function on all threads of torch's own OpenMP pool.
+
+Two OpenMP runtimes in one process each keep a pool that spins while it waits for work, and on few cores
+each ruins the other: numba brings its own, torch's wheel another. So kernels here are compiled for one
+thread and share out their work by counting, and this calls them through the runtime that torch loaded.
+The threads that have just finished a matrix product are then the ones that begin the kernel.
+
+Knows addresses and numbers of threads only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import torch
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def run(function: int, words: int, threads: int | None = None) -> None:
+    """Calls the C function void(void *words) once on each thread and returns when all have.
+
+    threads: how many, as torch is set to use by default. The function divides the work itself, and must be
+    right whatever the number of threads that come.
+    """
+    threads = threads or torch.get_num_threads()
+    if threads == 1:
+        _FUNCTION(function)(words)
+        return
+    (openmp() or run_on_python_threads)(function, words, threads)
+
+
+@cache
+def openmp() -> Callable[[int, int, int], None] | None:
+    """A parallel region of the OpenMP runtime that torch is linked with; None where it has no such entry.
+
+    GOMP_parallel is libgomp's entry, and LLVM's and Intel's runtimes answer to it as well.
+    """
+    try:
+        # Looking in torch's own module finds the runtime among its dependencies, and no other.
+        parallel = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+
+    def region(function: int, words: int, threads: int) -> None:
+        parallel(function, words, threads, 0)
+
+    return region
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="kernel")
+
+
+def run_on_python_threads(function: int, words: int, threads: int) -> None:
+    """Slower to start (tens of microseconds), and all there is without a known OpenMP."""
+    call = _FUNCTION(function)
+    others = [_pool(threads - 1).submit(call, words) for _ in range(threads - 1)]
+    call(words)
+    for other in others:
+        other.result()
