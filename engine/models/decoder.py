@@ -24,6 +24,9 @@ from pagemill.kernels.linear import Linear
 from pagemill.kernels.norm import add_rms_norm, rms_norm
 from pagemill.kernels.rotary import apply_rope, rope_angles
 
+# A dense layer [tokens, in] -> [tokens, out], and what makes one of its weight [out, in] and bias.
+Dense = Callable[[Tensor], Tensor]
+MakeDense = Callable[[Tensor, Tensor | None], Dense]
 # Gives a weight by name, in the model's dtype and on its device; raises when it is missing or misshapen.
 Take = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -50,7 +53,7 @@ class Inputs:
 class Layer:
     """One attention block and one feed-forward block with their norms."""
 
-    def __init__(self, spec: DecoderSpec, index: int, take: Take) -> None:
+    def __init__(self, spec: DecoderSpec, index: int, take: Take, make_dense: MakeDense) -> None:
         self.spec = spec
         self.index = index
         hidden, inner = spec.hidden_size, spec.intermediate_size
@@ -59,14 +62,13 @@ class Layer:
         self.post_norm = take(f"{name}.post_attention_layernorm.weight", (hidden,))
         # Projections that read the same input are one product.
         qkv = [("q_proj", spec.query_size), ("k_proj", spec.kv_size), ("v_proj", spec.kv_size)]
-        self.qkv = _joined(take, f"{name}.self_attn", qkv, hidden, spec.qkv_bias)
+        self.qkv = _joined(make_dense, take, f"{name}.self_attn", qkv, hidden, spec.qkv_bias)
         self.output = _joined(
-            take, f"{name}.self_attn", [("o_proj", hidden)], spec.query_size, spec.output_bias
+            make_dense, take, f"{name}.self_attn", [("o_proj", hidden)], spec.query_size, spec.output_bias
         )
-        self.gate_up = _joined(
-            take, f"{name}.mlp", [("gate_proj", inner), ("up_proj", inner)], hidden, spec.mlp_bias
-        )
-        self.down = _joined(take, f"{name}.mlp", [("down_proj", hidden)], inner, spec.mlp_bias)
+        gate_up = [("gate_proj", inner), ("up_proj", inner)]
+        self.gate_up = _joined(make_dense, take, f"{name}.mlp", gate_up, hidden, spec.mlp_bias)
+        self.down = _joined(make_dense, take, f"{name}.mlp", [("down_proj", hidden)], inner, spec.mlp_bias)
 
     def __call__(
         self, x: Tensor, residual: Tensor, angles: tuple[Tensor, Tensor], layer: Tensor, rows: Inputs
@@ -88,9 +90,14 @@ class Layer:
 
 
 class Decoder:
-    """A whole model. `take` is asked once for each weight, in the order they are used."""
+    """A whole model. `take` is asked once for each weight, in the order they are used.
 
-    def __init__(self, spec: DecoderSpec, take: Take, has: Callable[[str], bool]) -> None:
+    make_dense: how dense layers are computed, the head's too; embedding and norms keep the dtype of `take`.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, take: Take, has: Callable[[str], bool], make_dense: MakeDense = Linear
+    ) -> None:
         self.spec = spec
         shape = (spec.vocab_size, spec.hidden_size)
         # Tied checkpoints come with either name or with both, and where both are there and differ the
@@ -98,9 +105,9 @@ class Decoder:
         embedding = EMBEDDING if has(EMBEDDING) or not (spec.tied and has(HEAD)) else HEAD
         head = EMBEDDING if spec.tied and not has(HEAD) else HEAD
         self.embedding = take(embedding, shape)
-        self.layers = [Layer(spec, i, take) for i in range(spec.num_layers)]
+        self.layers = [Layer(spec, i, take, make_dense) for i in range(spec.num_layers)]
         self.norm = take("model.norm.weight", (spec.hidden_size,))
-        self.head = Linear(self.embedding if head == embedding else take(head, shape))
+        self.head = make_dense(self.embedding if head == embedding else take(head, shape), None)
         self.frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self.embedding.device)
 
     def hidden(self, inputs: Inputs, storage: KVStorage) -> Tensor:
@@ -123,10 +130,17 @@ class Decoder:
         return self.head(hidden).float()
 
 
-def _joined(take: Take, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Linear:
+def _joined(
+    make_dense: MakeDense,
+    take: Take,
+    prefix: str,
+    parts: list[tuple[str, int]],
+    in_features: int,
+    bias: bool,
+) -> Dense:
     weights = [take(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts]
     biases = [take(f"{prefix}.{name}.bias", (size,)) for name, size in parts] if bias else []
-    return Linear(
+    return make_dense(
         weights[0] if len(weights) == 1 else torch.cat(weights),
         torch.cat(biases) if biases else None,
     )

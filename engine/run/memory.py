@@ -84,11 +84,16 @@ def _context_in(blocks: int, spec: DecoderSpec) -> int:
     return min(spec.context, blocks * BLOCK_SIZE + 1) if blocks else 0
 
 
-def check_weights_fit(spec: DecoderSpec, dtype: torch.dtype, available: int | None) -> None:
+def check_weights_fit(
+    spec: DecoderSpec, dtype: torch.dtype, available: int | None, quantization: str | None = None
+) -> None:
     """Raises OutOfMemory before a model is read that could never fit."""
     needed = spec.parameters() * dtype.itemsize
+    if quantization == "int8":
+        # All but the embedding is bytes; norms and scales are too few to count.
+        needed = spec.parameters() + spec.vocab_size * spec.hidden_size * (dtype.itemsize - 1)
     if available is not None and needed > available:
-        name = str(dtype).removeprefix("torch.")
+        name = quantization or str(dtype).removeprefix("torch.")
         raise OutOfMemory(f"The weights need {_size(needed)} in {name} and {_size(available)} are free.")
 
 

@@ -22,6 +22,8 @@ from pagemill.engine.models.registry import Family, family_of_config, family_of_
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.engine.weights.gguf import GGUFFile
 from pagemill.engine.weights.safetensors import SafetensorsFiles, read_json
+from pagemill.kernels.linear import Linear
+from pagemill.kernels.linear_int8 import Int8Linear
 
 # Tensors that older converters left in checkpoints and that are computed, not read.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -108,7 +110,9 @@ def _ids(value: object) -> frozenset[int]:
     return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
 
 
-def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
+def load_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> Decoder:
     """Reads every weight. One that is missing, misshapen or left over is a ModelLoadError that names it."""
     shapes = checkpoint.files.shapes
     taken: set[str] = set()
@@ -129,7 +133,12 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
             tensor = _deinterleave(tensor, heads)
         return tensor.to(device=device, dtype=dtype, copy=checkpoint.files.mapped)
 
-    decoder = Decoder(checkpoint.spec, take, lambda name: checkpoint.name_of(name) in shapes)
+    decoder = Decoder(
+        checkpoint.spec,
+        take,
+        lambda name: checkpoint.name_of(name) in shapes,
+        Int8Linear if quantization == "int8" else Linear,
+    )
     left = sorted(name for name in shapes if name not in taken and not _ignorable(name, checkpoint.spec))
     if left:
         raise ModelLoadError(
