@@ -1,6 +1,6 @@
 """What other numbers cost in quality: perplexity and greedy tokens on real English text, against float32.
 
-    python infra/bench/quality.py MODEL [--tokens 16384] [--window 512] [--json FILE] [NUMBERS ...]
+    python infra/bench/quality.py MODEL [--tokens 16384] [--window 512] [--json FILE] [--numbers NUMBERS ...]
 
 The text is Python's own help (pydoc_data.topics), which every installation of CPython holds. It is cut into
 windows that lie evenly over it; each is read from its beginning, and every token but a window's first counts.
@@ -8,7 +8,7 @@ NUMBERS are float32, bfloat16, int8 (the rest in float32) or int8+bfloat16; floa
 
 perplexity: exp of the mean negative log-likelihood. change: its ratio to float32's less 1, with the standard
 error of the paired difference by window. agreement: the share of places where the most likely token is the
-same as float32's. margin: how far apart float32 saw the two tokens where they differ, at the median, in logits.
+same as float32's. median_margin: how far apart, in logits, float32 saw the two tokens where they differ.
 """
 
 from __future__ import annotations
@@ -122,14 +122,12 @@ def report(reading: Reading, reference: Reading) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("numbers", nargs="*", default=["bfloat16", "int8"], metavar="NUMBERS")
+    parser.add_argument("--numbers", nargs="+", default=["bfloat16", "int8"], choices=NUMBERS)
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    if unknown := set(args.numbers) - set(NUMBERS):
-        parser.error(f"NUMBERS are {', '.join(NUMBERS)}, not {', '.join(sorted(unknown))}")
     if args.threads:
         torch.set_num_threads(args.threads)
     windows = windows_of(args.model, args.tokens, args.window)
