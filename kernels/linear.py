@@ -9,12 +9,31 @@ F.linear sums in another order below 4 rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill.kernels import linear_cpu
 from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
+
+
+class Dense(Protocol):
+    """A dense layer, however it is computed."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, in] -> [tokens, out]."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds the layer's output for x to `residual` [tokens, out] in place."""
+        ...
+
+
+# What makes one of a weight [out, in] and a bias [out].
+MakeDense = Callable[[Tensor, Tensor | None], Dense]
 
 
 class Linear:
@@ -62,15 +81,16 @@ class GatedLinear:
         up_bias: Tensor | None = None,
         *,
         activation: str = "silu",
+        make: MakeDense = Linear,
     ) -> None:
         self.activation = ACTIVATIONS[activation]
         biases = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
-        self.compiled = activation == "silu" and linear_cpu.refusal(gate) is None
+        self.compiled = make is Linear and activation == "silu" and linear_cpu.refusal(gate) is None
         if self.compiled:
             self.weight = linear_cpu.pack_pair(gate, up)
             self.bias = None if biases is None else torch.stack([b.view(-1, 16) for b in biases], 1)
         else:
-            self.both = Linear(torch.cat([gate, up]), None if biases is None else torch.cat(biases))
+            self.both = make(torch.cat([gate, up]), None if biases is None else torch.cat(biases))
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.compiled:

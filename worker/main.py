@@ -165,6 +165,7 @@ def host_config(settings: WorkerSettings) -> HostConfig:
         "model_source": settings.model,
         "dtype": settings.dtype,
         "device": settings.device,
+        "quantization": settings.quantization,
         "kv_cache_gb": settings.kv_cache_gb,
         "context": settings.context,
         "threads": settings.threads,

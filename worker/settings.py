@@ -31,6 +31,7 @@ class WorkerSettings(ClientSettings):
     engine: Literal["native", "simulated"] = Field("native", description="simulated: load and chaos runs")
     dtype: str = Field("auto", description="auto, float32, bfloat16, …")
     device: str = Field("auto", description="auto, cpu, cuda")
+    quantization: Literal["int8"] | None = Field(None, description="int8: dense layers in 8-bit integers")
     kv_cache_gb: float = Field(1.0, gt=0, description="memory for keys and values")
     context: int | None = Field(None, ge=1, description="hold less than the model's own context")
     threads: int | None = Field(None, ge=1, description="threads of the engine's arithmetic")

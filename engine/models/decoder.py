@@ -17,7 +17,7 @@ from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.models.rope import Rope
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.kernels.attention import PackedRows, paged_attention
-from pagemill.kernels.linear import GatedLinear, Linear
+from pagemill.kernels.linear import Dense, GatedLinear, Linear, MakeDense
 from pagemill.kernels.norm import rms_norm
 from pagemill.kernels.rope_write import rope_write
 
@@ -51,12 +51,12 @@ class Inputs:
 class Layer:
     """One attention block and one feed-forward block with their norms."""
 
-    def __init__(self, spec: DecoderSpec, index: int, take: Take) -> None:
+    def __init__(self, spec: DecoderSpec, index: int, take: Take, make_dense: MakeDense) -> None:
         self.spec = spec
         self.window = spec.window(index)
         name = f"model.layers.{index}"
         self._take_norms(take, name)
-        self._take_projections(take, name)
+        self._take_projections(take, name, make_dense)
 
     def _take_norms(self, take: Take, name: str) -> None:
         spec = self.spec
@@ -77,7 +77,7 @@ class Layer:
             query, key = (norm(f"self_attn.{kind}_norm", spec.head_dim) for kind in "qk")
             self.qk_norm = torch.stack([query] * spec.num_heads + [key] * spec.num_kv_heads)
 
-    def _take_projections(self, take: Take, name: str) -> None:
+    def _take_projections(self, take: Take, name: str, make_dense: MakeDense) -> None:
         spec = self.spec
         hidden, inner = spec.hidden_size, spec.intermediate_size
         # Projections that read the same input are one product, whether or not they are one in the file.
@@ -85,10 +85,12 @@ class Layer:
         if spec.fused_weights:
             qkv = [("qkv_proj", spec.query_size + 2 * spec.kv_size)]
         output, down = [("o_proj", hidden)], [("down_proj", hidden)]
-        self.qkv = _joined(take, f"{name}.self_attn", qkv, hidden, spec.qkv_bias)
-        self.output = _joined(take, f"{name}.self_attn", output, spec.query_size, spec.output_bias)
-        self.gated = _gated(take, f"{name}.mlp", spec)
-        self.down = _joined(take, f"{name}.mlp", down, inner, spec.mlp_bias)
+        self.qkv = _joined(make_dense, take, f"{name}.self_attn", qkv, hidden, spec.qkv_bias)
+        self.output = _joined(
+            make_dense, take, f"{name}.self_attn", output, spec.query_size, spec.output_bias
+        )
+        self.gated = _gated(make_dense, take, f"{name}.mlp", spec)
+        self.down = _joined(make_dense, take, f"{name}.mlp", down, inner, spec.mlp_bias)
 
     def __call__(self, residual: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> None:
         """`residual` [tokens, hidden] grows in place by what the two blocks add."""
@@ -112,9 +114,14 @@ class Layer:
 
 
 class Decoder:
-    """A whole model. `take` is asked once for each weight, in the order they are used."""
+    """A whole model. `take` is asked once for each weight, in the order they are used.
 
-    def __init__(self, spec: DecoderSpec, take: Take, has: Callable[[str], bool]) -> None:
+    make_dense: how dense layers are computed, the head's too; embedding and norms keep the dtype of `take`.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, take: Take, has: Callable[[str], bool], make_dense: MakeDense = Linear
+    ) -> None:
         self.spec = spec
         shape = (spec.vocab_size, spec.hidden_size)
         # Tied checkpoints come with either name or with both, and where both are there and differ the
@@ -122,9 +129,9 @@ class Decoder:
         embedding = EMBEDDING if has(EMBEDDING) or not (spec.tied and has(HEAD)) else HEAD
         head = EMBEDDING if spec.tied and not has(HEAD) else HEAD
         self.embedding = take(embedding, shape)
-        self.layers = [Layer(spec, i, take) for i in range(spec.num_layers)]
+        self.layers = [Layer(spec, i, take, make_dense) for i in range(spec.num_layers)]
         self.norm = _norm_weight(spec, take, "model.norm.weight", spec.hidden_size)
-        self.head = Linear(self.embedding if head == embedding else take(head, shape))
+        self.head = make_dense(self.embedding if head == embedding else take(head, shape), None)
         device = self.embedding.device
         self.rope = Rope(spec.rope, spec.head_dim, device)
         self.window_rope = Rope(spec.window_rope, spec.head_dim, device) if spec.window_rope else None
@@ -160,28 +167,35 @@ def _norm_weight(spec: DecoderSpec, take: Take, name: str, size: int) -> Tensor:
     return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
-def _joined(take: Take, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Linear:
+def _joined(
+    make_dense: MakeDense,
+    take: Take,
+    prefix: str,
+    parts: list[tuple[str, int]],
+    in_features: int,
+    bias: bool,
+) -> Dense:
     weights = [take(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts]
     biases = [take(f"{prefix}.{name}.bias", (size,)) for name, size in parts] if bias else []
-    return Linear(
+    return make_dense(
         weights[0] if len(weights) == 1 else torch.cat(weights),
         torch.cat(biases) if biases else None,
     )
 
 
-def _gated(take: Take, prefix: str, spec: DecoderSpec) -> GatedLinear:
+def _gated(make_dense: MakeDense, take: Take, prefix: str, spec: DecoderSpec) -> GatedLinear:
     inner, hidden = spec.intermediate_size, spec.hidden_size
     if spec.fused_weights:
         gate, up = take(f"{prefix}.gate_up_proj.weight", (2 * inner, hidden)).chunk(2)
-        return GatedLinear(gate, up, activation=spec.activation)
+        return GatedLinear(gate, up, activation=spec.activation, make=make_dense)
     weights = [take(f"{prefix}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")]
     biases = (
         [take(f"{prefix}.{name}_proj.bias", (inner,)) for name in ("gate", "up")] if spec.mlp_bias else []
     )
-    return GatedLinear(*weights, *biases, activation=spec.activation)
+    return GatedLinear(*weights, *biases, activation=spec.activation, make=make_dense)
 
 
-def _add(residual: Tensor, layer: Linear, x: Tensor, norm: Tensor | None, eps: float) -> None:
+def _add(residual: Tensor, layer: Dense, x: Tensor, norm: Tensor | None, eps: float) -> None:
     """Adds layer(x) to `residual` in place, normalised first where the family does."""
     if norm is None:
         layer.add_to(residual, x)
