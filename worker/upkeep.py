@@ -150,8 +150,6 @@ class Upkeep:
             await tickets.send(self._state.redis, self._model, waiting, patience_s=PATIENCE_S)
 
     async def _expire(self, job: str) -> None:
-        """The store decides first: somebody may have cancelled it in the meantime, and then that counts."""
-        stop = {"reason": "expired", "at": time.time()}
         try:
             outcome = await stop_job(self._state, self._shop.storage, job, "expired")
             log.info("%s is past its deadline and is %s", job, outcome.state)
