@@ -94,7 +94,8 @@ def test_it_is_named_in_fingerprint_and_info(directory: Path) -> None:
 
 def test_every_dense_layer_is_quantised_and_no_other(directory: Path) -> None:
     decoder = load_decoder(open_checkpoint(directory), torch.float32, torch.device("cpu"), "int8")
-    dense = [decoder.head, *(getattr(decoder.layers[0], n) for n in ("qkv", "output", "gate_up", "down"))]
+    layer = decoder.layers[0]
+    dense = [decoder.head, layer.qkv, layer.output, layer.gated.both, layer.down]
     assert all(isinstance(layer, Int8Linear) for layer in dense)
     assert decoder.embedding.dtype == decoder.norm.dtype == torch.float32
 

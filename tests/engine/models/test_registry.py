@@ -29,16 +29,12 @@ def test_a_llama_is_recognised() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"architectures": ["MambaForCausalLM"]},
-            "MambaForCausalLM is not supported; supported: Llama",
-        ),
         ({"architectures": None}, "names no architecture"),
         ({"architectures": []}, "names no architecture"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "scaling is 'yarn'",
+            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4, "factor": 4.0}},
+            "scaling is 'spiral'",
         ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks factor"),
         ({"rope_parameters": "none"}, "rope_parameters must be an object"),
@@ -117,7 +113,7 @@ def test_a_gguf_llama_is_recognised() -> None:
         ({"llama__expert_count": 8}, "expert_count is 8"),
         ({"llama__rope__dimension_count": 8}, "rope.dimension_count is 8"),
         ({"llama__attention__value_length": 8}, "attention.value_length is 8"),
-        ({"llama__rope__scaling__type": "yarn"}, "scaling is 'yarn'"),
+        ({"llama__rope__scaling__type": "spiral"}, "scaling is 'spiral'"),
         ({"llama__embedding_length": None}, "lacks llama.embedding_length"),
         ({"llama__attention__head_count_kv": [2, 4]}, "must be a whole number"),
     ],
