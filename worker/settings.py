@@ -47,6 +47,10 @@ class WorkerSettings(ClientSettings):
     seal_rows: int = Field(256, ge=1, description="finished rows that make a segment")
     seal_seconds: float = Field(10.0, gt=0, description="age of a finished row that makes a segment")
 
+    rescue_seconds: float = Field(
+        60.0, gt=0, description="how often to look for jobs that Redis has lost, beside when it shows"
+    )
+
     load_timeout_s: float = Field(1800.0, gt=0, description="longest load of a model")
     stall_timeout_s: float = Field(900.0, gt=0, description="an engine step that takes longer is a hang")
     redis_patience_s: float = Field(60.0, ge=0, description="how long one call waits for Redis to come back")

@@ -65,8 +65,9 @@ class Upkeep:
             await asyncio.sleep(EVERY_S)
 
     async def say(self) -> None:
-        """One heartbeat of the registry."""
-        await self._state.heartbeat(self._info(), int(LIVES_S * 1000))
+        """One heartbeat of the registry. One that had not heard of us is new, or has lost its memory."""
+        if not await self._state.heartbeat(self._info(), int(LIVES_S * 1000)):
+            self._shop.rescue.look()
 
     async def close(self) -> None:
         """Take the worker out of the registry and its figures out of the jobs."""
