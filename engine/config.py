@@ -22,6 +22,8 @@ class EngineConfig:
     model: a directory with safetensors and tokenizer files, or a GGUF file.
     dtype: auto, float32, bfloat16 or float16; auto is bfloat16 where the hardware computes in it.
     device: auto, cpu, or cuda with or without an index.
+    quantization: int8 computes dense layers in 8-bit integers (weights by output channel, activations by
+        token) and everything else in `dtype`; None computes all in `dtype`.
     kv_cache_gb: key-value memory in GiB on CPU. `num_blocks` (of 16 tokens) overrides it on any device.
     max_num_tokens: token budget of a step, prefill chunks and decodes together.
     max_num_seqs: most rows running at once.
@@ -33,6 +35,7 @@ class EngineConfig:
     model: str
     dtype: str = "auto"
     device: str = "auto"
+    quantization: str | None = None
     kv_cache_gb: float = 1.0
     num_blocks: int | None = None
     max_num_tokens: int | None = None
@@ -50,6 +53,8 @@ class EngineConfig:
             raise EngineError(f"kv_cache_gb must be above 0, not {self.kv_cache_gb}.")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise EngineError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}.")
+        if self.quantization not in (None, "int8"):
+            raise EngineError(f"quantization must be int8 or left out, not {self.quantization!r}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,8 @@ class SchedulerConfig:
 class ModelInfo:
     """What a loaded engine says about itself.
 
-    fingerprint: digest of what decides the tokens (weights, config, tokenizer, dtype).
+    fingerprint: digest of what decides the tokens (weights, config, tokenizer, dtype, quantization).
+    quantization: as in EngineConfig.
     context: most tokens of a row, prompt and answer. kv_tokens: tokens of key-value memory in all.
     rope_switch: see SchedulerConfig.
     generation_defaults: the model's generation_config (temperature, top_p, top_k, ...), for whoever
@@ -103,6 +109,7 @@ class ModelInfo:
     vocab_size: int
     num_blocks: int
     kv_tokens: int
+    quantization: str | None = None
     eos_token_ids: frozenset[int] = frozenset()
     rope_switch: int | None = None
     generation_defaults: Mapping[str, object] = field(default_factory=dict)

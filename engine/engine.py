@@ -305,8 +305,9 @@ def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] |
 def describe(model: ModelInfo, limits: SchedulerConfig) -> str:
     """The start-up line: what was loaded, and how much fits."""
     rows = limits.kv_tokens / limits.max_tokens_per_row
+    numbers = f"{model.quantization} and {model.dtype}" if model.quantization else model.dtype
     return (
-        f"{model.name} ({model.architecture}, {model.dtype} on {model.device}): {limits.num_blocks} blocks, "
+        f"{model.name} ({model.architecture}, {numbers} on {model.device}): {limits.num_blocks} blocks, "
         f"{limits.kv_tokens} tokens of key-value memory; context {limits.context}, "
         f"{min(rows, limits.max_num_seqs):.1f} rows at full context, at most {limits.max_num_seqs} at once"
     )

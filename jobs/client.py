@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from pagemill.jobs.settings import ClientSettings
 from pagemill.jobs.spec import JobSpec, check_job_id, default_seed, new_job_id
 from pagemill.jobs.state import State
 from pagemill.jobs.status import JobStatus, WorkerInfo
-from pagemill.jobs.storage import Storage, StorageOptions, decide, open_storage
+from pagemill.jobs.storage import Storage, StorageOptions, open_storage
 from pagemill.jobs.submission import accept
 from pagemill.jobs.terms import Sampling, When, checked_model, chosen_id, moment, seconds
 
@@ -41,7 +40,6 @@ PATIENCE_S = 5.0
 not."""
 POLL_S = 1.0
 PAGE = 200
-OVERTAKEN_S = 5.0
 
 
 class Named(Protocol):
@@ -318,27 +316,19 @@ class Client:
         is done here. Cancelling again is harmless, and finishes what a worker that died since has left. A job
         that is finalizing or has ended is not cancelled (`accepted` is false). Raises JobNotFound.
         """
+        from pagemill.jobs.settle import settle_job  # with Arrow, which takes a quarter of a second to load
+        from pagemill.jobs.stopping import stop_job
+
         name = _id(job)
         state = await self.state()
         status = await self.status(name)
-        if status.terminal or status.state == "finalizing":
+        if status.terminal:
             return CancelOutcome(status.state, status.state == "cancelled")
-        # The store first: a Redis that is lost now must not bring the job back to life.
-        stop, _ = await asyncio.to_thread(
-            decide, self.storage, layout.stop(name), {"reason": "cancelled", "at": time.time()}
-        )
-        outcome = await state.stop(name, stop["reason"])
+        outcome = await stop_job(state, self.storage, name, "cancelled")
         if not await self._served(status.model):
-            from pagemill.jobs.settle import settle_job  # Arrow takes a quarter of a second to load
-
             await settle_job(state, self.storage, name, status.model)
         status = await self.status(name)
-        if status.state == "finalizing" and not outcome.accepted:
-            # It was overtaken by its end, and whoever writes the manifest may or may not have seen the stop.
-            with contextlib.suppress(TimeoutError):
-                status = await self.wait(name, timeout=OVERTAKEN_S)
-        accepted = outcome.accepted and stop["reason"] == "cancelled"
-        return CancelOutcome(status.state, accepted or status.state == "cancelled")
+        return CancelOutcome(status.state, outcome.accepted)
 
     async def list(
         self, *, limit: int = 50, state: str | None = None, model: str | None = None

@@ -23,7 +23,14 @@ from rich.console import Console
 from pagemill.jobs import layout, options, render
 from pagemill.jobs.client import Client, Job
 from pagemill.jobs.errors import JobConflict, JobFailed, JobNotFound, PagemillError, UsageError
-from pagemill.jobs.failures import EXIT_CODES, Interrupted, cancelled_by_signals, interruptible, report
+from pagemill.jobs.failures import (
+    EXIT_CODES,
+    INTERRUPTED,
+    Interrupted,
+    cancelled_by_signals,
+    interruptible,
+    report,
+)
 from pagemill.jobs.spec import new_job_id
 from pagemill.jobs.status import STATES, JobStatus
 from pagemill.jobs.terms import chosen_id
@@ -68,6 +75,8 @@ def run_program(arguments: Sequence[str] | None = None) -> int:
         return leaving.code if isinstance(leaving.code, int) else 1
     except BaseException as error:
         return report(_as_ours(error))
+    if code == INTERRUPTED:  # what the library makes, silently, of a Ctrl-C before our handlers are there
+        return report(KeyboardInterrupt())
     return code if isinstance(code, int) else 0
 
 

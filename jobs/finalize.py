@@ -51,7 +51,8 @@ def finalize(
         records = _all_commits(storage, spec, plan, reason)
         parts = [*plan.get("error_parts", ()), *(records[number]["part"] for number in sorted(records))]
         _check_parts(storage, parts)
-        manifest = _manifest(spec, plan, stop, reason, parts)
+        weights = read_json(storage, layout.model(spec.job)) or plan
+        manifest = _manifest(spec, plan, stop, reason, parts, weights.get("fingerprint") or "")
         found, _ = decide(storage, layout.manifest(spec.job), manifest)
     with suppress(PreconditionFailed):
         storage.put(layout.success(spec.job), b"", if_absent=True)
@@ -75,6 +76,7 @@ def sweep(storage: Storage, job: str) -> None:
     kept = {part["key"] for part in manifest["parts"]} | {entry["key"] for entry in plan.get("shards", ())}
     for prefix in (layout.work(job), layout.parts(job), layout.shards(job)):
         storage.delete(info.key for info in storage.list(prefix) if info.key not in kept)
+    storage.delete([layout.hint(manifest["model"], job)])
 
 
 def stopped_row(row: Row, reason: str, model: str, attempt: int = 0) -> ResultRow:
@@ -151,6 +153,7 @@ def _manifest(
     stop: dict[str, Any] | None,
     reason: str | None,
     parts: list[dict[str, Any]],
+    fingerprint: str,
 ) -> dict[str, Any]:
     total = int(plan.get("total", 0))
     rows = sum(int(part["rows"]) for part in parts)
@@ -171,7 +174,7 @@ def _manifest(
         "job": spec.job,
         "state": reason or "completed",
         "model": spec.model,
-        "fingerprint": plan.get("fingerprint") or "",
+        "fingerprint": fingerprint,
         "total": total,
         **{name: sum(int(part[name]) for part in parts) for name in _SUMS},
         "errors": dict(sorted(errors.items())),

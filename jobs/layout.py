@@ -2,12 +2,14 @@
 
     jobs/<job>/input.jsonl…  job.json               as accepted
               /plan.json  shards/<fence>/<n>.jsonl  what to run; the shards of a planner that lost are orphans
+              /model.json                           the weights that its rows run on
               /stop.json                            somebody cancelled, or time ran out
               /_work/<shard>/<fence>~<seq>~…        sealed segments, gone after finalize
               /parts/part-<shard>-<fence>-….parquet
               /commits/<shard>.json                 names the one part of that shard that counts
               /manifest.json  _SUCCESS              what readers trust
               /epochs/<n>.json  tombstone.json      claimed by a rebuild; left by a delete
+    unfinished/<model>/<job>                        a hint that the job may not have ended
 
 This room may not know what is inside the objects, nor which store holds them.
 """
@@ -15,6 +17,7 @@ This room may not know what is inside the objects, nor which store holds them.
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 
 JOBS = "jobs/"
 NO_SHARD = -1
@@ -47,6 +50,10 @@ def input(job: str, suffix: str = ".jsonl") -> str:
 
 def plan(job: str) -> str:
     return f"{root(job)}plan.json"
+
+
+def model(job: str) -> str:
+    return f"{root(job)}model.json"
 
 
 def stop(job: str) -> str:
@@ -117,6 +124,17 @@ def epoch(job: str, number: int) -> str:
 
 def tombstone(job: str) -> str:
     return f"{root(job)}tombstone.json"
+
+
+def hints(model: str) -> str:
+    """The prefix of the hints at unfinished jobs of a model, whose name may hold anything."""
+    return f"unfinished/{blake2b(model.encode(), digest_size=8).hexdigest()}/"
+
+
+def hint(model: str, job: str) -> str:
+    """Put before job.json and deleted after manifest.json, so that workers find a job that Redis lost without
+    looking through all that ever ran."""
+    return f"{hints(model)}{_checked(_NAME, 'job id', job)}"
 
 
 def fence_order(fence: str) -> tuple[int, ...]:

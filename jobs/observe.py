@@ -6,6 +6,7 @@ keys, and may not know the store.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Self, cast
 
 from redis.asyncio import Redis
@@ -88,6 +89,14 @@ class Observer:
         """None for a job that Redis does not know: never created, kept past its retention, or lost."""
         values = pairs(await self.scripts.call("status", self.key(job), self.prefix, FRESH_MS))
         return JobStatus.from_hash(job, values) if values else None
+
+    async def states(self, jobs: Iterable[str]) -> dict[str, str]:
+        """The states of those of these jobs that Redis knows."""
+        names = list(jobs)
+        replies = await self.scripts.call_many(
+            "status", [(self.key(name), (self.prefix, FRESH_MS)) for name in names]
+        )
+        return {name: pairs(flat)["state"] for name, flat in zip(names, replies, strict=True) if flat}
 
     async def list_jobs(
         self, limit: int = 50, offset: int = 0, *, state: str | None = None, model: str | None = None

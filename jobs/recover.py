@@ -1,8 +1,9 @@
 """Rebuilds the state of a job that Redis has lost, from its objects, with the scripts that wrote it first.
 
     job.json            → create, under the next epoch and on hold: nobody leases what is half rebuilt
-    stop.json           → stop
+    stop.json           → stop, unless all rows ran before it
     plan.json           → planned
+    model.json          → runs_on
     commits/<n>.json    → committed
     _work/<n>/…         → seal, for shards without a commit record
     manifest.json       → finalized
@@ -29,6 +30,7 @@ from pagemill.jobs.remembered import output_url
 from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import State, new_nonce
 from pagemill.jobs.status import Totals
+from pagemill.jobs.stopping import stop_that_counts
 from pagemill.jobs.storage import Storage, decide, read_json
 
 HOLD_MS: Final = 30_000
@@ -126,12 +128,15 @@ async def _held(state: State, job: str, token: str, hold_ms: int) -> AsyncIterat
 
 
 async def _tell(state: State, storage: Storage, job: str, token: str) -> None:
-    stop = await asyncio.to_thread(read_json, storage, layout.stop(job))
+    plan = await asyncio.to_thread(read_json, storage, layout.plan(job))
+    stop = await asyncio.to_thread(stop_that_counts, storage, job, plan)
     if stop is not None:
         await state.stop(job, stop["reason"], stop.get("error_code", ""), stop.get("error_message", ""))
-    plan = await asyncio.to_thread(read_json, storage, layout.plan(job))
     if plan is not None:
         await state.planned(job, str(plan.get("fence", "")), plan)
+        weights = await asyncio.to_thread(read_json, storage, layout.model(job))
+        if weights is not None:
+            await state.runs_on(job, weights["fingerprint"])
         committed = await _tell_commits(state, storage, job)
         await _tell_segments(state, storage, job, token, committed)
     manifest = await asyncio.to_thread(read_json, storage, layout.manifest(job))

@@ -26,6 +26,7 @@ from pagemill.jobs.plan import make_plan
 from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import LeaseLost, State, new_nonce
 from pagemill.jobs.status import Lease, StopReason
+from pagemill.jobs.stopping import stop_that_counts
 from pagemill.jobs.storage import Storage, read_json
 
 __all__ = ["kept", "read_stop", "settle", "settle_job", "stopped_row"]
@@ -122,9 +123,8 @@ async def _settle_plan(
 async def _settle_end(state: State, storage: Storage, lease: Lease) -> None:
     def work() -> dict[str, Any]:
         spec = _spec(storage, lease.job)
-        return finalize(
-            storage, spec, _plan(storage, lease.job), stop=read_json(storage, layout.stop(lease.job))
-        )
+        plan = _plan(storage, lease.job)
+        return finalize(storage, spec, plan, stop=stop_that_counts(storage, lease.job, plan, lease.stop))
 
     manifest = await asyncio.to_thread(work)
     await state.finalized(lease.job, manifest)

@@ -173,6 +173,10 @@ class State(Observer):
         )
         return str(reply[1])
 
+    async def runs_on(self, job: str, fingerprint: str) -> None:
+        """Takes over which weights the job's rows run on, once model.json says so."""
+        await self._call("weights", job, fingerprint)
+
     async def block(self, job: str, reason: str) -> None:
         """Says why the job does not move and how to mend it; work that succeeds unblocks it by itself."""
         await self._call("block", job, reason)
@@ -184,8 +188,9 @@ class State(Observer):
         """One worker's live figures of a job, every second or so; both 0 when it leaves the job."""
         await self._call("report", job, worker, rows_running, tokens_per_second, FRESH_MS)
 
-    async def heartbeat(self, worker: WorkerInfo, ttl_ms: int) -> None:
-        """Says that the worker lives. Raises ProtocolMismatch when this Redis speaks another version."""
+    async def heartbeat(self, worker: WorkerInfo, ttl_ms: int) -> bool:
+        """Says that the worker lives; whether Redis had known so. Raises ProtocolMismatch when this Redis
+        speaks another version."""
         fields = [part for pair in worker.to_hash().items() if pair[0] != "seen_at" for part in pair]
         args: tuple[Arg, ...] = (PROTOCOL, worker.worker, ttl_ms, json.dumps(worker.models), *fields)
         reply = await self.scripts.call(
@@ -193,6 +198,7 @@ class State(Observer):
         )
         if reply[0] == "protocol":
             raise protocol_mismatch(reply[1])
+        return bool(reply[1] == "1")
 
     async def goodbye(self, worker: str) -> None:
         """Takes the worker out of the registry at once instead of when its heartbeat runs out."""

@@ -1,6 +1,7 @@
 """A job becomes known: its input goes to the store, then job.json, then its state to Redis, then one ticket.
 
     input.<nonce>.jsonl      a crash after it leaves an orphan that nothing names
+    unfinished/…             tells workers where to look should Redis forget the job
     job.json, put-if-absent  the decision: from here on the id means this job and no other
     Redis state, ticket      a crash before them is mended by submitting the same again
 
@@ -110,6 +111,7 @@ def _known(storage: Storage, job: str) -> JobSpec | None:
 
 
 def _settle_identity(storage: Storage, spec: JobSpec) -> tuple[JobSpec, bool]:
+    storage.put(layout.hint(spec.model, spec.job), b"")
     document, ours = decide(storage, layout.job(spec.job), spec.model_dump(mode="json"))
     if ours:
         return spec, False

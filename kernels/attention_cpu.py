@@ -9,8 +9,6 @@ prompt was cut into chunks, nor on the number of threads, to the last bit.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -49,20 +47,15 @@ def refusal(head_dim: int, *dtypes: torch.dtype) -> str | None:
             return f"it computes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 16:
         return f"head_dim {head_dim} is not a multiple of 16"
-    if sys.byteorder != "little" or sys.maxsize < 1 << 32:
-        return "it is written for 64-bit little-endian CPUs"
-    try:
-        importlib.import_module("pagemill.kernels.attention_cpu_kernel")
-    except ImportError as error:
-        return f"numba does not load ({error})"
-    return None
+    return cpu_threads.why_not_compiled()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The parameter block of a step, with what its addresses point to."""
+    """The parameter block of a step and where it lies, with what its addresses point to."""
 
     words: Int64s
+    address: int
     items: Int64s
     tables: npt.NDArray[np.int32]
     scratch: Tensor
@@ -90,7 +83,7 @@ def paged_attention(
     _set_scores(plan.words, scale, softcap)
     half = layer.dtype == torch.bfloat16
     code = _code(words.small_rows(shape.group), half)
-    cpu_threads.run(code, plan.words.ctypes.data, min(threads, len(plan.items)))
+    cpu_threads.run(code, plan.address, min(threads, len(plan.items)))
     return out
 
 
@@ -129,7 +122,7 @@ def _plan(rows: PackedRows, shape: _Shape, window: int | None, threads: int) -> 
     block[words.TABLES] = tables.ctypes.data
     block[words.GROUP], block[words.HEAD_DIM] = shape.group, shape.head_dim
     block[words.WINDOW] = window or NO_WINDOW
-    return Plan(block, items, tables, scratch)
+    return Plan(block, block.ctypes.data, items, tables, scratch)
 
 
 def _flat_tables(rows: PackedRows) -> npt.NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""Runs a compiled function on all threads of torch's own OpenMP pool.
+"""Whether kernels can be compiled for this CPU, and how they run: on the threads of torch's own OpenMP pool.
 
 Two OpenMP runtimes in one process each keep a pool that spins while it waits for work, and on few cores
 each ruins the other: numba brings its own, torch's wheel another. So kernels here are compiled for one
@@ -11,6 +11,9 @@ Knows addresses and numbers of threads only.
 from __future__ import annotations
 
 import ctypes
+import importlib
+import struct
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -20,13 +23,37 @@ import torch
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def run(function: int, words: int, threads: int | None = None) -> None:
-    """Calls the C function void(void *words) once on each thread and returns when all have.
+@cache
+def why_not_compiled() -> str | None:
+    """Why nothing can be compiled here; None if it can. The first call imports numba: half a second."""
+    if sys.byteorder != "little" or sys.maxsize < 1 << 32:
+        return "they are written for 64-bit little-endian CPUs"
+    try:
+        importlib.import_module("pagemill.kernels.cpu_vector")
+    except ImportError as error:
+        return f"numba does not load ({error})"
+    return None
 
-    threads: how many, as torch is set to use by default. The function divides the work itself, and must be
-    right whatever the number of threads that come.
+
+# The parameter block of a kernel: int64, or whatever else lies at its address.
+Words = int | ctypes.Array[ctypes.c_int64]
+
+
+def words_of(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+@cache
+def float_word(value: float) -> int:
+    """A word that holds a float32 in its low half."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+def run(function: int, words: Words, threads: int) -> None:
+    """Calls the C function void(int64 *words) once on each thread and returns when all have.
+
+    The function divides the work itself, and must be right whatever the number of threads that come.
     """
-    threads = threads or torch.get_num_threads()
     if threads == 1:
         _FUNCTION(function)(words)
         return
@@ -34,7 +61,7 @@ def run(function: int, words: int, threads: int | None = None) -> None:
 
 
 @cache
-def openmp() -> Callable[[int, int, int], None] | None:
+def openmp() -> Callable[[int, Words, int], None] | None:
     """A parallel region of the OpenMP runtime that torch is linked with; None where it has no such entry.
 
     GOMP_parallel is libgomp's entry, and LLVM's and Intel's runtimes answer to it as well.
@@ -47,7 +74,7 @@ def openmp() -> Callable[[int, int, int], None] | None:
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
 
-    def region(function: int, words: int, threads: int) -> None:
+    def region(function: int, words: Words, threads: int) -> None:
         parallel(function, words, threads, 0)
 
     return region
@@ -58,7 +85,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="kernel")
 
 
-def run_on_python_threads(function: int, words: int, threads: int) -> None:
+def run_on_python_threads(function: int, words: Words, threads: int) -> None:
     """Slower to start (tens of microseconds), and all there is without a known OpenMP."""
     call = _FUNCTION(function)
     others = [_pool(threads - 1).submit(call, words) for _ in range(threads - 1)]

@@ -139,6 +139,13 @@ class Lanes:
         )
         return self.b.fdiv(less_one, self.b.fadd(less_one, self.const(2.0)))
 
+    def silu(self, x: Any) -> Any:
+        """x / (1 + e**-x). Where e**-x would overflow it is held at 2**127, and the quotient is 0 or near."""
+        y = self.b.fmul(x, self.const(-LOG2E))
+        limit = self.const(127.0)
+        y = self.b.select(self.b.fcmp_ordered("ogt", y, limit), limit, y)
+        return self.b.fdiv(x, self.b.fadd(self.exp2(y), self.const(1.0)))
+
     def largest(self, x: Any) -> Any:
         return self._reduce("fmax", [_VF], x)
 
@@ -236,6 +243,21 @@ def real(typing: Any, bits: Any) -> Any:
         return b.bitcast(b.trunc(args[0], _I32), _F32)
 
     return types.float32(types.int64), emit
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def stack(typing: Any, size: Any) -> Any:
+    """The address of so many bytes (a literal) on the stack, at a cache line."""
+    count = number(size)
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        # cgutils.alloca_once would also zero it, byte by byte, and keep LLVM busy for ten seconds.
+        with b.goto_entry_block():
+            place = b.alloca(ir.ArrayType(_I8, count))
+        place.align = 64
+        return b.ptrtoint(place, _I64)
+
+    return types.int64(size), emit
 
 
 @intrinsic  # type: ignore[untyped-decorator]

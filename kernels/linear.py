@@ -1,17 +1,39 @@
 """Dense layers with the weight laid out once for the device.
 
-On CPU a plain F.linear repacks the weight at every call; oneDNN's packed form does it once. Measured on 2
-cores of an EPYC 7003 (AVX2, float32, SmolLM2-135M's shapes), packed against plain: 1.4-3.0x at 8 rows,
-1.1-1.5x at 64, 0.9-1.1x at 256-512, and 0.7-2.1x at 1. It has a second use here: the packed form gives a
-row the same bits whatever the number of rows beside it, where plain F.linear sums in another order below
-4 rows.
+On CPU a plain F.linear repacks the weight at every call. In float32 the compiled form (linear_cpu.py) serves
+where it can, else oneDNN's packed form: measured on one core of an EPYC 7003 (AVX2, SmolLM2-135M's shapes),
+compiled against packed: 1.15-1.28x at 64 rows, 1.1x at 512, 1.2x at 1 to 8; packed against plain: 1.4-3.0x
+at 8 rows, 1.1-1.5x at 64. Both give a row the same bits whatever the number of rows beside it, where plain
+F.linear sums in another order below 4 rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pagemill.kernels import linear_cpu
+from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
+
+
+class Dense(Protocol):
+    """A dense layer, however it is computed."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, in] -> [tokens, out]."""
+        ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds the layer's output for x to `residual` [tokens, out] in place."""
+        ...
+
+
+# What makes one of a weight [out, in] and a bias [out].
+MakeDense = Callable[[Tensor, Tensor | None], Dense]
 
 
 class Linear:
@@ -19,16 +41,61 @@ class Linear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.packed = can_pack(weight)
-        # The number of rows is a hint for choosing a layout; any number may follow.
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64) if self.packed else weight
+        self.compiled = linear_cpu.refusal(weight) is None
+        self.packed = not self.compiled and can_pack(weight)
+        if self.compiled:
+            weight = linear_cpu.pack(weight)
+        elif self.packed:
+            # The number of rows is a hint for choosing a layout; any number may follow.
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+        self.weight = weight
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.compiled:
+            return linear_cpu.linear(x, self.weight, self.bias)
         if not self.packed:
             return F.linear(x, self.weight, self.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds the layer's output for x to `residual` [tokens, out] in place."""
+        if self.compiled:
+            linear_cpu.linear_add(x, self.weight, self.bias, residual)
+        else:
+            residual.add_(self(x))
+
+
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+
+
+class GatedLinear:
+    """activation(x G^T + g) * (x U^T + u): a gated feed-forward part's first half; biases [out] or None."""
+
+    def __init__(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+        *,
+        activation: str = "silu",
+        make: MakeDense = Linear,
+    ) -> None:
+        self.activation = ACTIVATIONS[activation]
+        biases = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
+        self.compiled = make is Linear and activation == "silu" and linear_cpu.refusal(gate) is None
+        if self.compiled:
+            self.weight = linear_cpu.pack_pair(gate, up)
+            self.bias = None if biases is None else torch.stack([b.view(-1, 16) for b in biases], 1)
+        else:
+            self.both = make(torch.cat([gate, up]), None if biases is None else torch.cat(biases))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.compiled:
+            return linear_cpu.linear_gated(x, self.weight, self.bias)
+        return self.activation(self.both(x))
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -49,6 +49,9 @@ Model = Annotated[
 ]
 Dtype = Annotated[str | None, _engine("--dtype", text="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, _engine("--device", text="auto, cpu or cuda.")]
+Quantization = Annotated[
+    str | None, _engine("--quantization", text="int8: dense layers in 8-bit integers, for speed and memory.")
+]
 KvCache = Annotated[float | None, _engine("--kv-cache-gb", text="Memory for keys and values, in GiB.")]
 Context = Annotated[
     int | None, _engine("--context", text="Most tokens of a row, where less than the model's.", min=1)
@@ -104,6 +107,7 @@ def run(
     new: Annotated[bool, typer.Option("--new", help="Begin another job in a folder that has one.")] = False,
     dtype: Dtype = None,
     device: Device = None,
+    quantization: Quantization = None,
     kv_cache_gb: KvCache = None,
     context: Context = None,
     threads: Threads = None,
@@ -137,6 +141,7 @@ def run(
         model=model,
         dtype=dtype,
         device=device,
+        quantization=quantization,
         kv_cache_gb=kv_cache_gb,
         context=context,
         threads=threads,
@@ -167,6 +172,7 @@ def worker(
     ] = None,
     dtype: Dtype = None,
     device: Device = None,
+    quantization: Quantization = None,
     kv_cache_gb: KvCache = None,
     context: Context = None,
     threads: Threads = None,
@@ -202,6 +208,7 @@ def worker(
         name=name,
         dtype=dtype,
         device=device,
+        quantization=quantization,
         kv_cache_gb=kv_cache_gb,
         context=context,
         threads=threads,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pagemill.jobs.errors import PagemillError
 from pagemill.jobs.script import connection
 from pagemill.jobs.state import State
-from pagemill.jobs.status import Lease, StopReason
+from pagemill.jobs.status import Lease, Renewal, StopReason
 
 log = logging.getLogger("pagemill.worker")
 
@@ -31,6 +31,7 @@ class Guard:
     """One held lease, as the work sees it. Safe to read from any thread.
 
     stop: why the job drains, None while it runs. lost: somebody else has the task, or nobody needs it.
+    forgotten: lost because Redis does not know the job any more.
     leaving: the worker goes away; finished rows are still to be sealed.
     changed: set, in the worker's event loop, whenever one of them changes. gone: set once it is lost.
     """
@@ -38,7 +39,7 @@ class Guard:
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         self.stop: StopReason | None = lease.stop
-        self.lost = False
+        self.lost = self.forgotten = False
         self.leaving = False
         self.changed = asyncio.Event()
         self.gone = asyncio.Event()
@@ -126,15 +127,17 @@ class Heartbeat:
             log.exception("leases could not be renewed")
             return
         for guard, renewal in zip(guards, renewals, strict=True):
-            self._home.call_soon_threadsafe(self._learn, guard, not renewal.ok, renewal.stop)
+            self._home.call_soon_threadsafe(self._learn, guard, renewal)
 
-    def _learn(self, guard: Guard, lost: bool, stop: StopReason | None) -> None:
+    def _learn(self, guard: Guard, renewal: Renewal) -> None:
         if self._held.get(guard.key) is not guard:
             return  # ended in the meantime, so of course nobody holds it
-        if lost:
+        if not renewal.ok:
             self.drop(guard)
-            log.warning("lost the lease of %s of %s", guard.lease.task, guard.lease.job)
+            guard.forgotten = renewal.state == ""
+            why = ", which Redis has forgotten" if guard.forgotten else ""
+            log.warning("lost the lease of %s of %s%s", guard.lease.task, guard.lease.job, why)
             guard.lose()
-        elif stop is not None and guard.stop is None:
-            guard.stop = stop
+        elif renewal.stop is not None and guard.stop is None:
+            guard.stop = renewal.stop
             guard.changed.set()

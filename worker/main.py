@@ -6,6 +6,7 @@
     arq                 brings tickets; a ticket wakes the leasing loop and holds no work
     upkeep              registry, progress, sweeping, once a second
     leasing             the work
+    rescue              jobs that Redis has lost, back from their objects
 
 `run_worker` is the whole worker, for embedding; `main` is the process around it. This room may not know how
 any of them does its part.
@@ -89,6 +90,7 @@ async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] |
         asyncio.create_task(upkeep.run(), name="upkeep"),
         asyncio.create_task(leasing.run(), name="leasing"),
         asyncio.create_task(ticketing.run(), name="tickets"),
+        asyncio.create_task(shop.rescue.run(leasing.jobs, leasing.wake), name="rescue"),
     ]
     try:
         done, _ = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
@@ -165,6 +167,7 @@ def host_config(settings: WorkerSettings) -> HostConfig:
         "model_source": settings.model,
         "dtype": settings.dtype,
         "device": settings.device,
+        "quantization": settings.quantization,
         "kv_cache_gb": settings.kv_cache_gb,
         "context": settings.context,
         "threads": settings.threads,

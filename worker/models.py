@@ -28,6 +28,8 @@ def resolve_model(model: str) -> Path:
     """The directory or file that holds `model`. May download a hub name; raises ModelError."""
     if model == DEMO_NAME:
         return _demo()
+    if not model.strip():
+        raise ModelError(f"The model's name is empty; give {DEMO_NAME}, a directory or a .gguf file.")
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":

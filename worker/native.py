@@ -64,6 +64,7 @@ class NativeEngine:
                 model=config["model_source"],
                 dtype=config["dtype"],
                 device=config["device"],
+                quantization=config["quantization"],
                 kv_cache_gb=config["kv_cache_gb"],
                 max_num_seqs=config["max_num_seqs"],
                 prefix_cache=config["prefix_cache"],

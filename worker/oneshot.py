@@ -86,7 +86,7 @@ async def run_once(order: Order, follower: Follower | None) -> Outcome:
     with _alone(folder):
         model = await asyncio.to_thread(resolve_model, order.settings.model)
         storage = open_storage(order.settings.store, order.settings.storage_options())
-        job = _job_of(folder, model, order.new)
+        job = await asyncio.to_thread(_job_of, folder, storage, model, order.new)
         spec, known = await _accepted(order, storage, job)
         if known and await asyncio.to_thread(storage.head, layout.manifest(job)) is not None:
             return Outcome(await asyncio.to_thread(remembered, storage, job), storage, fresh=False)
@@ -216,15 +216,19 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _job_of(folder: Path, model: Path, new: bool) -> str:
-    """The job that this folder is for; it is chosen and written down the first time, or anew."""
+def _job_of(folder: Path, storage: Storage, model: Path, new: bool) -> str:
+    """The job that this folder is for; it is chosen and written down the first time, or anew.
+
+    One that never came to be, since its input was refused, say, binds the folder to no model.
+    """
     place = folder / "run.json"
     found = None if new else _read(place)
-    if found is None:
+    differs = found is not None and found["model"] != str(model.resolve())
+    if found is None or (differs and storage.head(layout.job(found["job"])) is None):
         found = {"job": new_job_id(), "model": str(model.resolve())}
         with output_file(place) as file:
             file.write(json.dumps(found, indent=1).encode())
-    elif found["model"] != str(model.resolve()):
+    elif differs:
         raise JobConflict(
             f"{folder.parent} belongs to job {found['job']}, which runs on {found['model']}; "
             "choose another --output, or say --new to begin another job in it."

@@ -31,6 +31,7 @@ class WorkerSettings(ClientSettings):
     engine: Literal["native", "simulated"] = Field("native", description="simulated: load and chaos runs")
     dtype: str = Field("auto", description="auto, float32, bfloat16, …")
     device: str = Field("auto", description="auto, cpu, cuda")
+    quantization: Literal["int8"] | None = Field(None, description="int8: dense layers in 8-bit integers")
     kv_cache_gb: float = Field(1.0, gt=0, description="memory for keys and values")
     context: int | None = Field(None, ge=1, description="hold less than the model's own context")
     threads: int | None = Field(None, ge=1, description="threads of the engine's arithmetic")
@@ -45,6 +46,10 @@ class WorkerSettings(ClientSettings):
     lease_ttl_s: float = Field(15.0, ge=0.5, le=600, description="how long a dead worker keeps a shard")
     seal_rows: int = Field(256, ge=1, description="finished rows that make a segment")
     seal_seconds: float = Field(10.0, gt=0, description="age of a finished row that makes a segment")
+
+    rescue_seconds: float = Field(
+        60.0, gt=0, description="how often to look for jobs that Redis has lost, beside when it shows"
+    )
 
     load_timeout_s: float = Field(1800.0, gt=0, description="longest load of a model")
     stall_timeout_s: float = Field(900.0, gt=0, description="an engine step that takes longer is a hang")

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from pagemill.jobs import layout
 from pagemill.jobs.commit import RowsDoNotMatch, commit_shard, read_commit, read_sealed, write_segment
+from pagemill.jobs.errors import ModelError, StorageError
 from pagemill.jobs.plan import read_shard
 from pagemill.jobs.result import ResultRow, to_json
 from pagemill.jobs.row import Row
@@ -42,6 +44,7 @@ async def run_shard(shop: Workshop, guard: Guard, *, urgent: bool = False) -> No
     record = await shop.insist(guard, lambda: read_commit(shop.storage, job, shard))
     if record is None:
         await _heed_stop(shop, guard)
+        await _same_weights(shop, guard)
         spec, plan = await shop.spec(guard), await shop.plan(guard)
         entry = next(entry for entry in plan["shards"] if entry["shard"] == shard)
         rows = await shop.insist(guard, lambda: read_shard(shop.storage, entry))
@@ -57,6 +60,14 @@ async def _heed_stop(shop: Workshop, guard: Guard) -> None:
         reason: StopReason = stop["reason"]
         await shop.state.stop(job, reason, stop.get("error_code", ""), stop.get("error_message", ""))
         guard.stop = reason
+
+
+async def _same_weights(shop: Workshop, guard: Guard) -> None:
+    """A Redis that forgot them may have given us a job that began on other weights; the store decides."""
+    decided, ours = await shop.weights(guard), guard.lease.fingerprint
+    if decided != ours:
+        await shop.state.runs_on(guard.lease.job, decided)
+        raise ModelError(f"The job began with other weights ({decided}) than this worker serves ({ours}).")
 
 
 class ShardRun:
@@ -93,6 +104,8 @@ class ShardRun:
             except Released:
                 if self._guard.leaving and not self._guard.lost:
                     await self._seal(last=True)
+                elif self._guard.forgotten:
+                    await self._keep()
                 raise
             except RowsDoNotMatch as error:
                 if error.unexpected or not error.missing or not self._segments:
@@ -223,6 +236,16 @@ class ShardRun:
         self._seq += 1
         shop.figures.segments.inc()
         guard.stop = guard.stop or outcome.stop
+
+    async def _keep(self) -> None:
+        """Redis lost the job: what is finished becomes a segment all the same, which the rebuild finds."""
+        rows, self._finished = self._finished, []
+        lease = self._guard.lease
+        if rows and lease.shard is not None:
+            with suppress(StorageError):
+                await asyncio.to_thread(
+                    write_segment, self._shop.storage, lease.job, lease.shard, lease.fence, self._seq, rows
+                )
 
     def _totals(self) -> Totals:
         """The shard's, absolute: a takeover leaves the ledger alone and goes on from here."""

@@ -167,9 +167,13 @@ class Leasing:
             if guard.leaving and not guard.lost:
                 await self._hand_back(guard)
                 return "handed back", 0.0
+            if guard.forgotten:
+                self._shop.rescue.job(lease.job)
             return "lost", 0.0
         except (JobNotFound, JobConflict) as error:
             log.info("%s of %s is not wanted any more: %s", lease.task, lease.job, error)
+            if isinstance(error, JobNotFound):
+                self._shop.rescue.job(lease.job)
             return "moot", 0.0
         except Exception as error:
             return "failed", await self._failed(guard, error)

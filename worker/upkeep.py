@@ -15,12 +15,12 @@ import time
 from collections import deque
 from importlib.metadata import PackageNotFoundError, version
 
-from pagemill.jobs import layout, tickets
+from pagemill.jobs import tickets
 from pagemill.jobs.errors import PagemillError, ProtocolMismatch, StorageError
 from pagemill.jobs.script import connection
 from pagemill.jobs.state import State
 from pagemill.jobs.status import WorkerInfo
-from pagemill.jobs.storage import decide
+from pagemill.jobs.stopping import stop_job
 from pagemill.worker.tasks import Leasing
 from pagemill.worker.workshop import Workshop
 
@@ -65,8 +65,9 @@ class Upkeep:
             await asyncio.sleep(EVERY_S)
 
     async def say(self) -> None:
-        """One heartbeat of the registry."""
-        await self._state.heartbeat(self._info(), int(LIVES_S * 1000))
+        """One heartbeat of the registry. One that had not heard of us is new, or has lost its memory."""
+        if not await self._state.heartbeat(self._info(), int(LIVES_S * 1000)):
+            self._shop.rescue.look()
 
     async def close(self) -> None:
         """Take the worker out of the registry and its figures out of the jobs."""
@@ -150,12 +151,9 @@ class Upkeep:
             await tickets.send(self._state.redis, self._model, waiting, patience_s=PATIENCE_S)
 
     async def _expire(self, job: str) -> None:
-        """The store decides first: somebody may have cancelled it in the meantime, and then that counts."""
-        stop = {"reason": "expired", "at": time.time()}
         try:
-            decided, _ = await asyncio.to_thread(decide, self._shop.storage, layout.stop(job), stop)
-            await self._state.stop(job, decided["reason"])
-            log.info("%s is past its deadline and ends as %s", job, decided["reason"])
+            outcome = await stop_job(self._state, self._shop.storage, job, "expired")
+            log.info("%s is past its deadline and is %s", job, outcome.state)
         except StorageError as error:
             log.warning("%s is past its deadline, but the store refuses: %s", job, error)
 

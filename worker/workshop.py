@@ -16,10 +16,11 @@ from pagemill.jobs import layout
 from pagemill.jobs.errors import ObjectNotFound, PagemillError, PreconditionFailed, StorageError
 from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import State
-from pagemill.jobs.storage import Storage, read_json
+from pagemill.jobs.storage import Storage, decide, read_json
 from pagemill.worker.engine_host import EngineHost
 from pagemill.worker.lease import Guard, Heartbeat, Released
 from pagemill.worker.metrics import Figures
+from pagemill.worker.rescue import Rescue
 from pagemill.worker.settings import WorkerSettings
 
 log = logging.getLogger("pagemill.worker")
@@ -48,6 +49,8 @@ class Workshop:
         self.rows_running: Counter[str] = Counter()  # by job
         self._specs: OrderedDict[str, JobSpec] = OrderedDict()
         self._plans: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._weights: OrderedDict[str, str] = OrderedDict()
+        self.rescue = Rescue(state, storage, settings.model_name, settings.rescue_seconds)
 
     async def insist(self, guard: Guard, call: Callable[[], T]) -> T:
         """The result of a blocking storage call, in a thread, tried again while the store refuses.
@@ -115,6 +118,15 @@ class Workshop:
                 ) from None
             _remember(self._specs, job, JobSpec.load(data))
         return self._specs[job]
+
+    async def weights(self, guard: Guard) -> str:
+        """The fingerprint of the weights that the job's rows run on; those of its first lease, ever."""
+        job, ours = guard.lease.job, guard.lease.fingerprint
+        if job not in self._weights:
+            decision = {"job": job, "fingerprint": ours}
+            found, _ = await self.insist(guard, lambda: decide(self.storage, layout.model(job), decision))
+            _remember(self._weights, job, str(found["fingerprint"]))
+        return self._weights[job]
 
     async def plan(self, guard: Guard) -> dict[str, Any]:
         """The plan that counts; it never changes once it is there."""

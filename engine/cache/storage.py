@@ -14,6 +14,9 @@ A token's place is a slot: block * 16 + offset. This room may not know which row
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -39,6 +42,8 @@ class KVStorage:
         self.tensor = torch.empty(
             (num_blocks, num_layers, 2, num_kv_heads, head_dim * BLOCK_SIZE), dtype=dtype, device=device
         )
+        if self.tensor.device.type == "cpu":
+            _ask_for_large_pages(self.tensor)
 
     @property
     def num_blocks(self) -> int:
@@ -52,6 +57,21 @@ class KVStorage:
         """Zeroes blocks that are about to be begun; int64 ids."""
         if blocks.numel():
             cache_write.clear_blocks(self.tensor, blocks)
+
+
+def _ask_for_large_pages(tensor: Tensor) -> None:
+    """Pages of 2 MB where the system gives them on request: attention reads chunks of a few KB from all over
+    the memory, and with pages of 4 KB looks up an address for each (64 rows of 1,000 tokens in bfloat16:
+    a quarter slower). Where it does not, nothing is lost."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None:
+        return
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - begin
+    if size > 0:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        madvise(begin, size // mmap.PAGESIZE * mmap.PAGESIZE, advice)
 
 
 def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -16,12 +16,10 @@ from torch import Tensor
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.models.rope import Rope
 from pagemill.engine.models.spec import DecoderSpec
-from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
 from pagemill.kernels.attention import PackedRows, paged_attention
-from pagemill.kernels.cache_write import write_kv
-from pagemill.kernels.linear import Linear
-from pagemill.kernels.norm import add_rms_norm, rms_norm
-from pagemill.kernels.rotary import apply_rope
+from pagemill.kernels.linear import Dense, GatedLinear, Linear, MakeDense
+from pagemill.kernels.norm import rms_norm
+from pagemill.kernels.rope_write import rope_write
 
 # Gives a weight by name, in the model's dtype and on its device; raises when it is missing or misshapen.
 Take = Callable[[str, tuple[int, ...]], Tensor]
@@ -30,7 +28,6 @@ Angles = tuple[Tensor, Tensor]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +51,12 @@ class Inputs:
 class Layer:
     """One attention block and one feed-forward block with their norms."""
 
-    def __init__(self, spec: DecoderSpec, index: int, take: Take) -> None:
+    def __init__(self, spec: DecoderSpec, index: int, take: Take, make_dense: MakeDense) -> None:
         self.spec = spec
         self.window = spec.window(index)
-        self.activation = ACTIVATIONS[spec.activation]
         name = f"model.layers.{index}"
         self._take_norms(take, name)
-        self._take_projections(take, name)
+        self._take_projections(take, name, make_dense)
 
     def _take_norms(self, take: Take, name: str) -> None:
         spec = self.spec
@@ -81,49 +77,51 @@ class Layer:
             query, key = (norm(f"self_attn.{kind}_norm", spec.head_dim) for kind in "qk")
             self.qk_norm = torch.stack([query] * spec.num_heads + [key] * spec.num_kv_heads)
 
-    def _take_projections(self, take: Take, name: str) -> None:
+    def _take_projections(self, take: Take, name: str, make_dense: MakeDense) -> None:
         spec = self.spec
         hidden, inner = spec.hidden_size, spec.intermediate_size
         # Projections that read the same input are one product, whether or not they are one in the file.
         qkv = [("q_proj", spec.query_size), ("k_proj", spec.kv_size), ("v_proj", spec.kv_size)]
-        gate_up = [("gate_proj", inner), ("up_proj", inner)]
         if spec.fused_weights:
             qkv = [("qkv_proj", spec.query_size + 2 * spec.kv_size)]
-            gate_up = [("gate_up_proj", 2 * inner)]
         output, down = [("o_proj", hidden)], [("down_proj", hidden)]
-        self.qkv = _joined(take, f"{name}.self_attn", qkv, hidden, spec.qkv_bias)
-        self.output = _joined(take, f"{name}.self_attn", output, spec.query_size, spec.output_bias)
-        self.gate_up = _joined(take, f"{name}.mlp", gate_up, hidden, spec.mlp_bias)
-        self.down = _joined(take, f"{name}.mlp", down, inner, spec.mlp_bias)
+        self.qkv = _joined(make_dense, take, f"{name}.self_attn", qkv, hidden, spec.qkv_bias)
+        self.output = _joined(
+            make_dense, take, f"{name}.self_attn", output, spec.query_size, spec.output_bias
+        )
+        self.gated = _gated(make_dense, take, f"{name}.mlp", spec)
+        self.down = _joined(make_dense, take, f"{name}.mlp", down, inner, spec.mlp_bias)
 
-    def __call__(self, x: Tensor, residual: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
-        """x is the block's normalised input; `residual` grows in place; returns what is to be added next."""
+    def __call__(self, residual: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> None:
+        """`residual` [tokens, hidden] grows in place by what the two blocks add."""
         eps = self.spec.norm_eps
-        attended = self._attend(x, angles, layer, inputs)
-        if self.attended_norm is not None:
-            attended = rms_norm(attended, self.attended_norm, eps)
-        x = add_rms_norm(attended, residual, self.mlp_norm, eps)
-        given = self.down(self.activation(self.gate_up(x)))
-        return given if self.given_norm is None else rms_norm(given, self.given_norm, eps)
+        attended = self._attend(rms_norm(residual, self.input_norm, eps), angles, layer, inputs)
+        _add(residual, self.output, attended, self.attended_norm, eps)
+        gated = self.gated(rms_norm(residual, self.mlp_norm, eps))
+        _add(residual, self.down, gated, self.given_norm, eps)
 
     def _attend(self, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        turning, values = torch.split(heads, [spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], 1)
         if self.qk_norm is not None:
-            turning = rms_norm(turning, self.qk_norm, spec.norm_eps)
-        query, keys = torch.split(apply_rope(turning, *angles), [spec.num_heads, spec.num_kv_heads], 1)
-        write_kv(layer, keys, values, inputs.blocks, inputs.offsets)
+            turning = heads[:, : spec.num_heads + spec.num_kv_heads]
+            turning.copy_(rms_norm(turning, self.qk_norm, spec.norm_eps))
+        query = rope_write(heads, spec.num_heads, angles, layer, inputs.blocks, inputs.offsets)
         out = paged_attention(
             query, layer, inputs.rows, spec.scale, window=self.window, softcap=spec.attention_softcap
         )
-        return self.output(out.view(x.shape[0], spec.query_size))
+        return out.view(x.shape[0], spec.query_size)
 
 
 class Decoder:
-    """A whole model. `take` is asked once for each weight, in the order they are used."""
+    """A whole model. `take` is asked once for each weight, in the order they are used.
 
-    def __init__(self, spec: DecoderSpec, take: Take, has: Callable[[str], bool]) -> None:
+    make_dense: how dense layers are computed, the head's too; embedding and norms keep the dtype of `take`.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, take: Take, has: Callable[[str], bool], make_dense: MakeDense = Linear
+    ) -> None:
         self.spec = spec
         shape = (spec.vocab_size, spec.hidden_size)
         # Tied checkpoints come with either name or with both, and where both are there and differ the
@@ -131,9 +129,9 @@ class Decoder:
         embedding = EMBEDDING if has(EMBEDDING) or not (spec.tied and has(HEAD)) else HEAD
         head = EMBEDDING if spec.tied and not has(HEAD) else HEAD
         self.embedding = take(embedding, shape)
-        self.layers = [Layer(spec, i, take) for i in range(spec.num_layers)]
+        self.layers = [Layer(spec, i, take, make_dense) for i in range(spec.num_layers)]
         self.norm = _norm_weight(spec, take, "model.norm.weight", spec.hidden_size)
-        self.head = Linear(self.embedding if head == embedding else take(head, shape))
+        self.head = make_dense(self.embedding if head == embedding else take(head, shape), None)
         device = self.embedding.device
         self.rope = Rope(spec.rope, spec.head_dim, device)
         self.window_rope = Rope(spec.window_rope, spec.head_dim, device) if spec.window_rope else None
@@ -146,16 +144,9 @@ class Decoder:
             # Rounded to the model's dtype before it multiplies, as transformers does.
             residual = residual * torch.tensor(self.spec.embedding_scale, dtype=residual.dtype)
         all_seeing, windowed = self._angles(inputs, residual.dtype)
-        update = None
         for i, layer in enumerate(self.layers):
-            if update is None:
-                x = rms_norm(residual, layer.input_norm, self.spec.norm_eps)
-            else:
-                x = add_rms_norm(update, residual, layer.input_norm, self.spec.norm_eps)
-            angles = all_seeing if layer.window is None else windowed
-            update = layer(x, residual, angles, storage.layer(i), inputs)
-        assert update is not None
-        return add_rms_norm(update, residual, self.norm, self.spec.norm_eps)
+            layer(residual, all_seeing if layer.window is None else windowed, storage.layer(i), inputs)
+        return rms_norm(residual, self.norm, self.spec.norm_eps)
 
     def _angles(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Angles, Angles]:
         """Of layers that see all, and of those with a window."""
@@ -176,10 +167,37 @@ def _norm_weight(spec: DecoderSpec, take: Take, name: str, size: int) -> Tensor:
     return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
-def _joined(take: Take, prefix: str, parts: list[tuple[str, int]], in_features: int, bias: bool) -> Linear:
+def _joined(
+    make_dense: MakeDense,
+    take: Take,
+    prefix: str,
+    parts: list[tuple[str, int]],
+    in_features: int,
+    bias: bool,
+) -> Dense:
     weights = [take(f"{prefix}.{name}.weight", (size, in_features)) for name, size in parts]
     biases = [take(f"{prefix}.{name}.bias", (size,)) for name, size in parts] if bias else []
-    return Linear(
+    return make_dense(
         weights[0] if len(weights) == 1 else torch.cat(weights),
         torch.cat(biases) if biases else None,
     )
+
+
+def _gated(make_dense: MakeDense, take: Take, prefix: str, spec: DecoderSpec) -> GatedLinear:
+    inner, hidden = spec.intermediate_size, spec.hidden_size
+    if spec.fused_weights:
+        gate, up = take(f"{prefix}.gate_up_proj.weight", (2 * inner, hidden)).chunk(2)
+        return GatedLinear(gate, up, activation=spec.activation, make=make_dense)
+    weights = [take(f"{prefix}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")]
+    biases = (
+        [take(f"{prefix}.{name}_proj.bias", (inner,)) for name in ("gate", "up")] if spec.mlp_bias else []
+    )
+    return GatedLinear(*weights, *biases, activation=spec.activation, make=make_dense)
+
+
+def _add(residual: Tensor, layer: Dense, x: Tensor, norm: Tensor | None, eps: float) -> None:
+    """Adds layer(x) to `residual` in place, normalised first where the family does."""
+    if norm is None:
+        layer.add_to(residual, x)
+    else:
+        residual.add_(rms_norm(layer(x), norm, eps))

@@ -48,9 +48,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     # Before the weights, so that what can never work does not wait for them; and after, when what is left
     # is known.
     plan_memory(spec, dtype, config)
-    check_weights_fit(spec, dtype, available_memory())
+    check_weights_fit(spec, dtype, available_memory(), config.quantization)
     tokenizer = Tokenizer.from_path(config.model)
-    model = load_weights(checkpoint, dtype, device)
+    model = load_weights(checkpoint, dtype, device, config.quantization)
     if isinstance(model, Fallback):
         check_fallback(model, dtype)
     memory = plan_memory(spec, dtype, config, available_memory())
@@ -58,10 +58,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
     ends = frozenset(i for i in checkpoint.eos_token_ids | tokenizer.eos_token_ids if i < spec.vocab_size)
     info = ModelInfo(
         name=Path(config.model).stem if Path(config.model).is_file() else Path(config.model).resolve().name,
-        fingerprint=fingerprint(checkpoint, tokenizer, dtype),
+        fingerprint=fingerprint(checkpoint, tokenizer, dtype, config.quantization),
         architecture=spec.architecture,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
+        quantization=config.quantization,
         context=memory.context,
         vocab_size=spec.vocab_size,
         num_blocks=memory.num_blocks,
@@ -81,8 +82,10 @@ def generation_defaults(generation: Mapping[str, Any]) -> dict[str, object]:
     return defaults
 
 
-def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype) -> str:
-    """What decides the tokens, as a digest: weights (sampled), spec, ends, tokenizer with template, dtype."""
+def fingerprint(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype, quantization: str | None = None
+) -> str:
+    """What decides the tokens, as a digest: weights (sampled), spec, ends, tokenizer, template, numbers."""
     facts = [
         weights_digest(checkpoint.files.files),
         repr(checkpoint.spec),
@@ -91,6 +94,8 @@ def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype
         tokenizer.fingerprint(),
         str(dtype),
     ]
+    if quantization:
+        facts.append(quantization)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 
 

@@ -14,7 +14,7 @@ import torch
 from pagemill.engine.cache.storage import block_bytes
 from pagemill.engine.config import BLOCK_SIZE, EngineConfig
 from pagemill.engine.errors import OutOfMemory
-from pagemill.engine.models.spec import ModelSpec
+from pagemill.engine.models.spec import DecoderSpec, ModelSpec
 
 GIB = 1 << 30
 
@@ -84,11 +84,16 @@ def _context_in(blocks: int, spec: ModelSpec) -> int:
     return min(spec.context, blocks * BLOCK_SIZE + 1) if blocks else 0
 
 
-def check_weights_fit(spec: ModelSpec, dtype: torch.dtype, available: int | None) -> None:
+def check_weights_fit(
+    spec: ModelSpec, dtype: torch.dtype, available: int | None, quantization: str | None = None
+) -> None:
     """Raises OutOfMemory before a model is read that could never fit."""
     needed = spec.parameters() * dtype.itemsize
+    if quantization == "int8" and isinstance(spec, DecoderSpec):
+        # All but the embedding is bytes; norms and scales are too few to count.
+        needed = spec.parameters() + spec.vocab_size * spec.hidden_size * (dtype.itemsize - 1)
     if available is not None and needed > available:
-        name = str(dtype).removeprefix("torch.")
+        name = quantization or str(dtype).removeprefix("torch.")
         raise OutOfMemory(f"The weights need {_size(needed)} in {name} and {_size(available)} are free.")
 
 

@@ -26,6 +26,8 @@ from pagemill.engine.models.spec import DecoderSpec
 from pagemill.engine.weights.fallback import fallback_spec, load_fallback
 from pagemill.engine.weights.gguf import GGUFFile
 from pagemill.engine.weights.safetensors import SafetensorsFiles, read_json
+from pagemill.kernels.linear import Linear
+from pagemill.kernels.linear_int8 import Int8Linear
 
 log = logging.getLogger(__name__)
 
@@ -147,14 +149,23 @@ def _ids(value: object) -> frozenset[int]:
     return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
 
 
-def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder | Fallback:
+def load_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> Decoder | Fallback:
     """Reads every weight; whatever is wrong with one is a ModelLoadError that names it."""
     if isinstance(checkpoint.spec, FallbackSpec):
+        if quantization:
+            raise ModelLoadError(
+                f"quantization {quantization} needs a family of our own, and {checkpoint.path} runs through "
+                "transformers: leave it out."
+            )
         return load_fallback(checkpoint.path, checkpoint.spec, dtype)
-    return load_decoder(checkpoint, dtype, device)
+    return load_decoder(checkpoint, dtype, device, quantization)
 
 
-def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Decoder:
+def load_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> Decoder:
     """Reads every weight. One that is missing, misshapen or left over is a ModelLoadError that names it."""
     spec, shapes = checkpoint.spec, checkpoint.files.shapes
     assert isinstance(spec, DecoderSpec), "what transformers computes has a loader of its own"
@@ -175,7 +186,8 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         tensor = checkpoint.restore(name, tensor)
         return tensor.to(device=device, dtype=dtype, copy=checkpoint.files.mapped)
 
-    decoder = Decoder(spec, take, lambda name: checkpoint.name_of(name) in shapes)
+    make_dense = Int8Linear if quantization == "int8" else Linear
+    decoder = Decoder(spec, take, lambda name: checkpoint.name_of(name) in shapes, make_dense)
     left = sorted(name for name in shapes if name not in taken and not _ignorable(name, spec))
     if left:
         raise ModelLoadError(

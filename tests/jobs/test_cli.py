@@ -21,6 +21,7 @@ from fake_worker import say_alive, unique, work
 from pagemill.jobs import options
 from pagemill.jobs.cli import main
 from pagemill.jobs.client import Client
+from pagemill.jobs.commands import run_program
 from pagemill.jobs.errors import UsageError
 
 PROGRAM = [sys.executable, "-c", "import sys; from pagemill.jobs.cli import main; sys.exit(main())"]
@@ -429,6 +430,17 @@ def test_ctrl_c_while_libraries_load_is_no_traceback() -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "pagemill: Interrupted.\n")
+
+
+def test_ctrl_c_while_a_command_begins_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pagemill.jobs.options.client", interrupted)
+    assert run_program(["status", "job-a"]) == 130
+    assert capsys.readouterr().err.endswith("pagemill: Interrupted.\n")
 
 
 LIGHT = """

@@ -369,6 +369,18 @@ async def test_a_stop_is_refused_from_finalizing_on(state: State) -> None:
     assert (outcome.accepted, outcome.state) == (False, "completed")
 
 
+async def test_a_stop_whose_reply_was_lost_is_still_accepted_when_the_job_has_drained(state: State) -> None:
+    job = await planned_job(state, 5)
+    await state.stop(job, "cancelled")
+    await state.committed(job, 0, make_record(0, 0, 5))
+    outcome = await state.stop(job, "cancelled")
+    assert (outcome.accepted, outcome.state) == (True, "finalizing")
+    await state.finalized(job, make_manifest(0, 5, "cancelled"))
+    outcome = await state.stop(job, "cancelled")
+    assert (outcome.accepted, outcome.state) == (True, "cancelled")
+    assert not (await state.stop(job, "expired")).accepted
+
+
 async def test_stopping_an_unknown_job_says_so(state: State) -> None:
     with pytest.raises(JobNotFound):
         await state.stop("job-nobody-knows", "cancelled")

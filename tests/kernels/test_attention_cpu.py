@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -244,13 +243,6 @@ def test_what_it_cannot_serve_is_named_and_served_by_torch(caplog: pytest.LogCap
     assert "head_dim 24" in caplog.text
     want = reference_attention(step.query.double(), layer, step.rows, step.scale)
     torch.testing.assert_close(got.double(), want, rtol=4e-6, atol=4e-6)
-
-
-def test_without_numba_the_reason_is_that_it_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pagemill.kernels.attention_cpu_kernel", None)
-    reason = attention_cpu.refusal.__wrapped__(64, torch.float32)
-    assert reason is not None
-    assert "numba does not load" in reason
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"softcap": 0.0}])

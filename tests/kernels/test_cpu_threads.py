@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 
@@ -42,3 +43,10 @@ def test_python_threads_do_where_openmp_is_unknown() -> None:
 
 def test_the_pool_of_torch_is_found() -> None:
     assert cpu_threads.openmp() is not None
+
+
+def test_without_numba_the_reason_is_that_it_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pagemill.kernels.cpu_vector", None)
+    reason = cpu_threads.why_not_compiled.__wrapped__()
+    assert reason is not None
+    assert "numba does not load" in reason

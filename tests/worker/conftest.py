@@ -48,3 +48,11 @@ def place(redis_url: str, tmp_path: Path) -> Iterator[Place]:
     here = Place(redis_url, str(tmp_path / "store"), tmp_path)
     yield here
     end_all(here)
+
+
+@pytest.fixture
+def alone(redis_server: Any, tmp_path: Path) -> Iterator[Place]:
+    """On a Redis of its own, which the test kills or empties."""
+    here = Place(redis_server.url, str(tmp_path / "store"), tmp_path)
+    yield here
+    end_all(here)

@@ -219,6 +219,19 @@ def test_what_cannot_be_run_is_one_sentence(
     assert out == ""
 
 
+def test_a_folder_whose_job_never_came_to_be_is_free_for_another_model(
+    here: Here, start: Start, prompts: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert here("run", "none.jsonl", "-o", "out", "-m", model)[0] == 2
+    assert ended(start("run", prompts, "-o", "out", "-q"))[0] == 0
+    code, _, err = here("run", prompts, "-o", "out", "-m", model)
+    assert code == 4
+    assert "belongs to job" in err
+
+
 def test_two_runs_do_not_share_a_folder(here: Here, prompts: Path, tmp_path: Path) -> None:
     import fcntl
 

@@ -61,6 +61,9 @@ def test_files_and_directories(tmp_path: Path) -> None:
     for missing in (str(tmp_path / "gone"), "./gone", "gone", "a/b/c"):
         with pytest.raises(ModelError, match="There is no model at"):
             resolve_model(missing)
+    for empty in ("", " "):
+        with pytest.raises(ModelError, match="name is empty"):
+            resolve_model(empty)
 
 
 def test_a_hub_name_without_a_network_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

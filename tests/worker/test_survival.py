@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_place import Place, agree, end_all, eventually, rows_of, whole
+from worker_place import Place, agree, eventually, rows_of, whole
 
 from pagemill.jobs import layout
 from pagemill.jobs.client import Client
@@ -124,14 +123,6 @@ async def test_a_worker_frozen_past_its_lease_publishes_nothing(place: Place) ->
         await eventually(lambda: "lost the lease" in frozen.said() or "not wanted" in frozen.said())
         assert {info.key for info in place.storage().list(layout.parts(job.id))} == before
         await whole(place, client, job, ROWS)
-
-
-@pytest.fixture
-def alone(redis_server: Any, tmp_path: Path) -> Iterator[Place]:
-    """On a Redis of its own, which the test kills."""
-    here = Place(redis_server.url, str(tmp_path / "store"), tmp_path)
-    yield here
-    end_all(here)
 
 
 async def test_redis_away_for_five_seconds_is_waited_out(alone: Place, redis_server: Any) -> None:

@@ -127,7 +127,7 @@ def test_auto_is_the_widest_type_that_is_fast(monkeypatch: pytest.MonkeyPatch) -
 def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "load_decoder", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(load, "load_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(OutOfMemory, match="largest context that fits is 65 tokens"):
         open_model(directory, num_blocks=4, context=300)
 

@@ -92,6 +92,13 @@ def test_weights_beyond_what_is_free_are_refused_before_they_are_read() -> None:
         check_weights_fit(SPEC, torch.float32, needed - 1)
 
 
+def test_int8_weights_need_a_byte_each_and_the_embedding_its_own_dtype() -> None:
+    needed = SPEC.parameters() + SPEC.vocab_size * SPEC.hidden_size * 3
+    check_weights_fit(SPEC, torch.float32, needed, "int8")
+    with pytest.raises(OutOfMemory, match="in int8"):
+        check_weights_fit(SPEC, torch.float32, needed - 1, "int8")
+
+
 # What is free
 
 

@@ -1,0 +1,184 @@
+"""Calls the compiled form of int8 linear layers: activations to integers, product, back to numbers.
+
+Two passes of all threads. In the first they take rows, rotate them and round them to integers; in the second
+they take panels of 16 outputs and multiply them with a run of rows. The compiled part is
+linear_int8_cpu_kernel.py. Integers add up to the same in any order, so nothing here is left to chance.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pagemill.kernels import cpu_threads
+from pagemill.kernels import linear_int8_cpu_words as words
+
+logger = logging.getLogger(__name__)
+
+# The width of a layer must be a multiple of this: rows are handled in vectors of 16.
+MULTIPLE = 16
+# Rows that are multiplied with a panel in one go: as integers they fit a core's second-level cache.
+ROWS_AN_ITEM = 96
+# Rows of a weight that are rounded in one go, to bound what memory that takes.
+ROWS_AT_ONCE = 4096
+# Panels a thread should find at least, and takes at once at most.
+ITEMS_A_THREAD, PANELS_AN_ITEM = 8, 8
+
+
+@cache
+def kinds() -> tuple[str, ...]:
+    """Which compiled kinds this machine can run, () if none.
+
+    The first call imports numba, which takes half a second.
+    """
+    if sys.byteorder != "little" or sys.maxsize < 1 << 32:
+        return ()
+    try:
+        kernel = importlib.import_module("pagemill.kernels.linear_int8_cpu_kernel")
+    except ImportError as error:
+        logger.warning("int8 linear layers take a slow form in torch, since numba does not load (%s).", error)
+        return ()
+    return ("words", "bytes") if kernel.multiplies_bytes() else ("words",)
+
+
+def round_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The rows of x, rotated in blocks, as int8 values and float32 scales; any CPU can that has a kind."""
+    threads = torch.get_num_threads()
+    fixed = np.zeros(words.WORDS, np.int64)
+    fixed[words.WIDTH], fixed[words.BLOCK] = x.shape[1], block
+    fixed[words.VALUES_ROW] = x.shape[1] * words.BYTES["words"]
+    values = torch.empty(x.shape, dtype=torch.int8)
+    scales = torch.empty(x.shape[0])
+    for start in range(0, x.shape[0], ROWS_AT_ONCE):
+        part = x[start : start + ROWS_AT_ONCE].contiguous()
+        integers = torch.empty(part.shape, dtype=torch.int16)
+        parameters = _aligned(fixed)
+        scratch = _scratch(parameters, 0, threads)
+        _take_rows(parameters, part)
+        parameters[words.VALUES] = integers.data_ptr()
+        parameters[words.ROW_SCALES] = scales[start:].data_ptr()
+        cpu_threads.run(_code("words", x.dtype == torch.bfloat16)[0], parameters.ctypes.data, threads)
+        del scratch
+        values[start : start + ROWS_AT_ONCE] = integers
+    return values, scales
+
+
+class Layer:
+    """One layer's weight as its kind of kernel wants it.
+
+    kind: "words" multiplies 16-bit integers in pairs, which any CPU can, and holds weights in 8 bits all the
+    same. "bytes" is for CPUs that multiply 8-bit integers in fours without saturating (VNNI).
+    values: int8 [out, in]; scales, bias: float32 [out]; block: numbers that are rotated together.
+    """
+
+    def __init__(self, kind: str, values: Tensor, scales: Tensor, bias: Tensor, block: int) -> None:
+        if block % MULTIPLE:
+            raise ValueError(f"compiled int8 layers rotate {MULTIPLE} numbers or more, not {block}")
+        self.kind, self.out_features = kind, values.shape[0]
+        padding = -self.out_features % words.PANEL
+        values = torch.nn.functional.pad(values, (0, 0, 0, padding))
+        self.panels = _panels(values, words.TOGETHER[kind])
+        self.scales = torch.nn.functional.pad(scales, (0, padding))
+        self.bias = torch.nn.functional.pad(bias, (0, padding))
+        # Bytes are multiplied as unsigned, 128 too high; this takes it off again.
+        self.offsets = values.sum(1, dtype=torch.int32) * -128
+        self.words = self._words(values.shape[0], values.shape[1], block)
+
+    def _words(self, outputs: int, inputs: int, block: int) -> npt.NDArray[np.int64]:
+        """The part of the parameter block that does not change from call to call."""
+        fixed = np.zeros(words.WORDS, np.int64)
+        fixed[words.WIDTH], fixed[words.BLOCK] = inputs, block
+        fixed[words.PANELS], fixed[words.PANEL_LIST] = outputs // words.PANEL, self.panels.data_ptr()
+        fixed[words.SCALES], fixed[words.OFFSETS] = self.scales.data_ptr(), self.offsets.data_ptr()
+        fixed[words.BIAS] = self.bias.data_ptr()
+        fixed[words.VALUES_ROW] = inputs * words.BYTES[self.kind]
+        return fixed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, threads = x.shape[0], torch.get_num_threads()
+        out = torch.empty(rows, len(self.scales), dtype=x.dtype)
+        if rows == 0:
+            return out[:, : self.out_features]
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        block = _aligned(self.words)
+        scratch = _scratch(block, rows, threads)
+        _take_rows(block, x)
+        block[words.OUT], block[words.OUT_ROW] = out.data_ptr(), out.stride(0) * out.element_size()
+        items = _share_out(block, rows, threads)
+        round_rows, multiply = _code(self.kind, x.dtype == torch.bfloat16)
+        cpu_threads.run(round_rows, block.ctypes.data, min(threads, rows))
+        cpu_threads.run(multiply, block.ctypes.data, min(threads, items))
+        del scratch
+        return out if len(self.scales) == self.out_features else out[:, : self.out_features].contiguous()
+
+
+def _panels(values: Tensor, together: int) -> Tensor:
+    """[out / 16, in / together, 16, together]: what a step of the kernel multiplies lies together."""
+    outputs, inputs = values.shape
+    split = values.view(outputs // words.PANEL, words.PANEL, inputs // together, together)
+    return split.transpose(1, 2).contiguous()
+
+
+def _aligned(fixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """A copy that begins at a cache line."""
+    memory = np.empty(words.WORDS + 8, np.int64)
+    start = -memory.ctypes.data % words.LINE // 8
+    block = memory[start : start + words.WORDS]
+    block[:] = fixed
+    return block
+
+
+def _take_rows(block: npt.NDArray[np.int64], x: Tensor) -> None:
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"int8 layers take float32 and bfloat16, not {x.dtype}")
+    block[words.ROWS] = x.shape[0]
+    block[words.X], block[words.X_ROW] = x.data_ptr(), x.stride(0) * x.element_size()
+
+
+def _scratch(block: npt.NDArray[np.int64], rows: int, threads: int) -> Tensor:
+    """Memory for rotated rows and sums of each thread, for the scales of all rows and their integers."""
+    mine = int(block[words.WIDTH]) * 4 + words.LINE
+    scales = -(-rows * 4 // words.LINE) * words.LINE
+    integers = rows * int(block[words.VALUES_ROW])
+    size = threads * (mine + words.SUMS_BYTES) + scales + integers + words.LINE
+    memory = torch.empty(size, dtype=torch.uint8)
+    start = -(-memory.data_ptr() // words.LINE) * words.LINE
+    block[words.SCRATCH], block[words.SCRATCH_BYTES] = start, mine
+    block[words.SUMS] = start + threads * mine
+    block[words.ROW_SCALES] = int(block[words.SUMS]) + threads * words.SUMS_BYTES
+    block[words.VALUES] = int(block[words.ROW_SCALES]) + scales
+    return memory
+
+
+def _share_out(block: npt.NDArray[np.int64], rows: int, threads: int) -> int:
+    """Cuts the product into items of rows and panels; returns how many there are."""
+    # Runs of like size, in whole register tiles.
+    tiles = _parts(rows, words.WIDE_TILE_ROWS)
+    run = _parts(tiles, _parts(rows, ROWS_AN_ITEM)) * words.WIDE_TILE_ROWS
+    runs = _parts(rows, run)
+    panels = int(block[words.PANELS])
+    together = max(1, min(PANELS_AN_ITEM, runs * panels // (ITEMS_A_THREAD * threads)))
+    parts = _parts(panels, together)
+    block[words.ITEM_ROWS], block[words.ITEM_PANELS], block[words.PARTS] = run, together, parts
+    block[words.ITEMS] = runs * parts
+    return runs * parts
+
+
+def _parts(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+@cache
+def _code(kind: str, bf16: bool) -> tuple[int, int]:
+    # Here and not above: numba may be missing, and whoever asks nothing of it should not wait for it.
+    from pagemill.kernels.linear_int8_cpu_kernel import compile_layer
+
+    return compile_layer(kind, bf16)
