@@ -5,6 +5,7 @@ Knows configs and files. How the model runs is engine/models/fallback.py, and wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def fallback_spec(path: Path, config: Mapping[str, Any]) -> FallbackSpec:
         loaded = _config(path, config)
         text = loaded.get_text_config(decoder=True)
         _refuse(loaded, text, architecture)
-        origin = f"transformers {transformers.__version__} {loaded.to_json_string(use_diff=False)}"
+        origin = f"transformers {transformers.__version__} {json.dumps(config, sort_keys=True)}"
         spec = probe(loaded, architecture, origin)
         if spec.context < 1:
             raise ModelLoadError("its config gives no max_position_embeddings")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_gguf import write_gguf
+from family_checks import LOADERS, check_logits, check_tokens
 from tiny_models import (
     LLAMA3_ROPE,
     Driver,
@@ -21,10 +21,16 @@ from tiny_models import (
     sequence,
     tiny_llama,
 )
-from transformers import LlamaForCausalLM
 
-from pagemill.engine.run.runner import ModelRunner
-
+# Of the scalings the original context is shorter than the texts that are tried.
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 70,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0],
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one query head a group": {"num_key_value_heads": 4},
     "three query heads a group": {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
@@ -38,32 +44,41 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "feed-forward bias": {"mlp_bias": True},
     "llama3 rope": {"rope_parameters": LLAMA3_ROPE, "head_dim": 64},
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
+    "dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 4.0}},
+    "yarn rope": {"rope_parameters": YARN},
+    "yarn rope with its own magnitude and borders": {
+        "rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 8.0, "truncate": False}
+    },
+    "yarn rope with two magnitudes": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
+    "longrope": {"rope_parameters": LONGROPE},
     "another rope base and epsilon": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
         "rms_norm_eps": 1e-3,
     },
 }
-NOT_IN_GGUF = {"attention bias", "feed-forward bias", "linear rope"}
+IN_GGUF = [
+    *("one query head a group", "three query heads a group", "four query heads a group", "head size 64"),
+    *("head size 80", "head size 96", "head size 128", "tied embeddings", "llama3 rope", "linear rope"),
+    *("yarn rope", "longrope", "another rope base and epsilon"),
+]
+CASES = [(name, "safetensors") for name in VARIANTS] + [(name, "gguf") for name in IN_GGUF]
 
 
-def check(model: LlamaForCausalLM, runner: ModelRunner) -> None:
-    some = prompts(4, longest=150)
-    for ids in some:
-        torch.testing.assert_close(all_logits(runner, ids), reference_logits(model, ids), rtol=0, atol=1e-4)
-    produced = Driver(runner).finish([sequence(ids, greedy(16)) for ids in some])
-    assert produced == [reference_greedy(model, ids, 16) for ids in some]
+@pytest.mark.parametrize(("name", "loader"), CASES)
+def test_logits_equal_transformers(name: str, loader: str, tmp_path: Path) -> None:
+    tiny = tiny_llama(**VARIANTS[name])
+    check_logits(tiny, LOADERS[loader](tiny, tmp_path))
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_safetensors_equal_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
-    model = tiny_llama(**changes)
-    check(model, open_runner(save(model, tmp_path)))
+@pytest.mark.parametrize("loader", LOADERS)
+def test_tokens_equal_transformers_however_they_are_run(loader: str, tmp_path: Path) -> None:
+    tiny = tiny_llama(rope_parameters=LLAMA3_ROPE)
+    check_tokens(tiny, LOADERS[loader](tiny, tmp_path))
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in NOT_IN_GGUF])
-def test_gguf_equals_transformers(name: str, tmp_path: Path) -> None:
-    model = tiny_llama(**VARIANTS[name])
-    check(model, open_runner(write_gguf(model, tmp_path / "tiny.gguf")))
+def test_tokens_equal_transformers_where_rows_outgrow_longrope(tmp_path: Path) -> None:
+    tiny = tiny_llama(rope_parameters=LONGROPE)
+    check_tokens(tiny, save(tiny, tmp_path), ["in chunks", "preempted"])
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 15, 16, 17, 1000])
@@ -75,14 +90,6 @@ def test_greedy_tokens_do_not_depend_on_the_chunk_size(chunk: int, tmp_path: Pat
         Driver(open_runner(save(model, tmp_path))).finish([sequence(i, greedy(12)) for i in some], chunk)
         == expected
     )
-
-
-def test_a_context_beyond_the_original_one_equals_transformers(tmp_path: Path) -> None:
-    model = tiny_llama(rope_parameters=LLAMA3_ROPE)
-    runner = open_runner(save(model, tmp_path))
-    ids = prompts(1, longest=400, seed=5)[0] * 4
-    ids = ids[:400]
-    torch.testing.assert_close(all_logits(runner, ids), reference_logits(model, ids), rtol=0, atol=1e-4)
 
 
 def test_bfloat16_runs_and_stays_near(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import Driver, greedy, save, sequence, tiny_llama
+from tiny_models import Driver, greedy, reference_greedy, save, sequence, tiny_llama, tiny_model
 from tiny_tokenizers import byte_level
+from transformers import GPTNeoXConfig
 
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import ModelLoadError, OutOfMemory
@@ -148,3 +150,35 @@ def test_threads_are_set_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     load.set_threads(None)
     assert len(told) == 2
+
+
+# Families and what is none
+
+
+def test_a_longrope_model_says_where_its_keys_change(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    path = save(tiny_llama(vocab_size=VOCABULARY, rope_parameters=rope), tmp_path)
+    byte_level().save_pretrained(path)
+    assert open_model(path).info.rope_switch == 64
+
+
+def test_a_model_without_a_family_runs_through_transformers(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tiny = tiny_model(GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=256, **sizes))
+    path = save(tiny, tmp_path / "tiny")
+    byte_level().save_pretrained(path)
+    loaded = open_model(path)
+    assert (loaded.info.architecture, loaded.info.context) == ("GPTNeoXForCausalLM", 256)
+    prompt = loaded.tokenizer.encode_prompt("Hello")
+    assert Driver(loaded.runner).finish([sequence(prompt, greedy(9))]) == [reference_greedy(tiny, prompt, 9)]
+    # What it is called on this machine is no part of what it answers.
+    again = shutil.copytree(path, tmp_path / "elsewhere")
+    assert open_model(again).info.fingerprint == loaded.info.fingerprint
+    with pytest.raises(ModelLoadError, match="quantization int8 needs a family"):
+        open_model(path, quantization="int8")

@@ -62,7 +62,8 @@ def check_tokens(model: PreTrainedModel, path: Path, regimes: Iterable[str] = RE
 def greedy_answer(model: PreTrainedModel, ids: list[int], found: list[int]) -> list[int]:
     """What transformers answers. Given what was found one pass tells: as long as the two agree, so do the
     texts that each token follows. Not so where longer texts turn by other frequencies."""
-    if model.config.model_type == "phi3" and model.config.rope_parameters["rope_type"] == "longrope":
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
         return reference_greedy(model, ids, ANSWER)
     logits = reference_logits(model, [*ids, *found[:-1]])
     return logits[len(ids) - 1 :].argmax(-1).tolist()  # type: ignore[no-any-return]
