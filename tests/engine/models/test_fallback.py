@@ -25,6 +25,7 @@ from transformers import (
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.fallback import FallbackSpec
+from pagemill.engine.models.probe import window_of
 from pagemill.engine.run.trial import check_fallback
 from pagemill.engine.weights.fallback import load_fallback
 from pagemill.engine.weights.load import Checkpoint, open_checkpoint
@@ -206,3 +207,22 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     _, spec = opened(path)
     with pytest.raises(ModelLoadError, match=r"lacks 1 tensors, first .*\.1\.mlp\.up_proj\.weight"):
         load_fallback(path, spec, torch.float32)
+
+
+# Windows, read off the functions that transformers makes masks of
+
+
+def test_windows_are_read_off_mask_functions() -> None:
+    from transformers.masking_utils import (
+        causal_mask_function,
+        chunked_causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    assert window_of(causal_mask_function) is None
+    for window in (1, 2, 4096, 131072):
+        assert window_of(sliding_window_causal_mask_function(window)) == window
+    with pytest.raises(ModelLoadError, match="chunks, not a window"):
+        window_of(chunked_causal_mask_function(64, torch.tensor([0])))
+    with pytest.raises(ModelLoadError, match="masked in a way of its own"):
+        window_of(lambda row, head, query, key: key <= query + 1)
