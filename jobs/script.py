@@ -118,7 +118,8 @@ class Scripts:
                     raise _refused(error) from error
                 if time.monotonic() + pause > deadline:
                     raise RedisUnavailable(
-                        f"Redis at {self.address} does not answer: {_reason(error)}."
+                        f"Redis at {self.address} does not answer ({_reason(error)}): start it, or name "
+                        "another one in PAGEMILL_REDIS_URL."
                     ) from error
                 if isinstance(
                     error, ReadOnlyError
@@ -202,6 +203,8 @@ def _refused(error: Exception) -> Exception:
         ("NOPERM", "NOAUTH", "WRONGPASS")
     ):
         return RedisUnavailable(f"Redis refuses us, check the user and password of its URL: {text}.")
+    if "DB index" in text:
+        return RedisUnavailable(f"This Redis has no such database ({text}): end its URL in /0.")
     return error
 
 

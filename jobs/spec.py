@@ -91,7 +91,7 @@ class JobSpec(BaseModel):
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
     max_shards: Annotated[int, Field(ge=1)] | None = None
     expires_at: float | None = None
-    context: Annotated[int, Field(ge=1)] | None = None
+    context: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     special_tokens_in_content: Literal["text", "parse", "error"] = "text"
     model_policy: Literal["override", "match"] = "override"
     max_rows: Annotated[int, Field(ge=1)] | None = None

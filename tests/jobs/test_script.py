@@ -132,7 +132,8 @@ async def test_patience_ends_in_one_sentence_without_the_password(nowhere: Redis
     with pytest.raises(RedisUnavailable) as caught:
         await Scripts(nowhere, patience_s=0.1).call("status", "k", "p", 1)
     text = str(caught.value)
-    assert text.startswith("Redis at 127.0.0.1:1 does not answer: ")
+    assert text.startswith("Redis at 127.0.0.1:1 does not answer (")
+    assert "PAGEMILL_REDIS_URL" in text
     assert text.count("\n") == 0
     assert "secret" not in text
 
@@ -152,6 +153,12 @@ async def test_what_is_no_redis_url_is_refused_without_its_password(url: str) ->
 async def test_a_wrong_password_is_not_tried_again(state: State) -> None:
     attempt = Fails(AuthenticationError("WRONGPASS invalid username-password pair"))
     with pytest.raises(RedisUnavailable, match="user and password"):
+        await Scripts(state.redis, patience_s=60).patiently(attempt)
+
+
+async def test_a_database_that_is_not_there_is_one_sentence(state: State) -> None:
+    attempt = Fails(ResponseError("DB index is out of range"))
+    with pytest.raises(RedisUnavailable, match="no such database"):
         await Scripts(state.redis, patience_s=60).patiently(attempt)
 
 
