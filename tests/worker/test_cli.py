@@ -100,7 +100,15 @@ def test_a_run_ends_with_a_table_and_the_next_is_told_that_it_ended(
     assert "invalid_json_line 1" in out
     assert "tokens/s" in out
     assert "my out/jobs/" in out
+    assert "2 files in" in out
     assert "--store 'my out'" in out
+    # What it says to do next works when copied, also where nothing of ours is on the PATH.
+    following = [line.strip() for line in out[out.index("Next:") :].splitlines() if "--format jsonl" in line]
+    copied = subprocess.run(
+        ["/bin/sh", "-c", following[0]], cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert len(copied.stdout.splitlines()) == 3, copied.stderr
 
     code, out, err = ended(start("run", prompts, "--output", output, "--json", model="smollm2"))
     document = json.loads(out)
