@@ -5,6 +5,7 @@ alone (its prompt, seed and parameters), so that a row computed twice gives the 
 promises. Prompts that hold a marker misbehave on purpose:
 
     <<crash>>     the process is killed while the row is in a step
+    <<kill>>      so is the worker, just before
     <<hang>>      the step never ends
     <<fail>>      the row ends with numeric_error
     <<slow:MS>>   the row takes that many milliseconds more
@@ -138,7 +139,9 @@ class SimulatedEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         for row in self._running.values():
             prompt = _prompt(row.message["row"])
-            if "<<crash>>" in prompt:
+            if "<<kill>>" in prompt:
+                os.kill(os.getppid(), signal.SIGKILL)
+            if "<<crash>>" in prompt or "<<kill>>" in prompt:
                 os.kill(os.getpid(), signal.SIGKILL)
             if "<<hang>>" in prompt:
                 time.sleep(1e9)
