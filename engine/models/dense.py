@@ -27,14 +27,16 @@ def gguf_fields(
 
 
 def from_config(
-    fields: Fields, architecture: str, *, rope: RopeSpec | None = None, partial_rope: bool = False
+    fields: Fields, architecture: str, rope_of: Callable[[Fields, int], RopeSpec] = rope_from_config
 ) -> DecoderSpec:
-    """What a transformers config says of sizes, rope and tying; rope: where the family reads it itself."""
+    """What a transformers config says of sizes, rope and tying.
+
+    rope_of: how the family reads its rotary embedding, for heads of a size.
+    """
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     head_dim = fields.optional_integer("head_dim") or hidden // heads
-    if rope is None:
-        rope = rope_from_config(fields, head_dim, partial=partial_rope)
+    rope = rope_of(fields, head_dim)
     return DecoderSpec(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),

@@ -34,7 +34,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     # It is in the config class, and transformers does not compute it.
     fields.must_equal("attn_logit_softcapping", None, None)
     rope, window_rope = _ropes(fields)
-    spec = gemma2.gemma_flags(fields, dense.from_config(fields, ARCHITECTURE, rope=rope))
+    spec = gemma2.gemma_flags(fields, dense.from_config(fields, ARCHITECTURE, lambda *_: rope))
     period = fields.integer("sliding_window_pattern", PERIOD)
     windows = dense.windows_from_config(
         fields, spec.num_layers, fields.optional_integer("sliding_window"), lambda i: (i + 1) % period != 0

@@ -1,4 +1,4 @@
-"""Which families there are, and which one a model belongs to.
+"""Which families there are, which one a model belongs to, and how a given one would be run.
 
 A model with a flag that its family does not compute is refused with the reason: a wrong answer that looks
 like an answer is the worst outcome.
@@ -7,7 +7,9 @@ like an answer is the worst outcome.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
@@ -56,3 +58,34 @@ def _refuse_quantized(config: Mapping[str, Any]) -> None:
         raise ModelLoadError(
             f"The checkpoint is quantised ({method}); this version reads plain safetensors and GGUF only."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """How a model would be run: by one of FAMILIES, through transformers' own code, or not, and why not.
+
+    architecture: the name that transformers has for it, None where it is refused.
+    """
+
+    path: Path
+    how: Literal["family", "fallback", "refused"]
+    family: str | None = None
+    architecture: str | None = None
+    reason: str | None = None
+
+
+def describe(path: str | Path) -> Description:
+    """Looks at a model's files without reading its weights; takes a second for a model without a family.
+
+    What only the weights show (a missing tensor, logits that are not the model's own) can still refuse it.
+    """
+    # It asks this file which family a model is of.
+    from pagemill.engine.weights.load import open_checkpoint
+
+    path = Path(path)
+    try:
+        found = open_checkpoint(path)
+    except ModelLoadError as error:
+        return Description(path, "refused", reason=str(error))
+    how: Literal["family", "fallback"] = "family" if found.family else "fallback"
+    return Description(path, how, found.family, found.spec.architecture)

@@ -22,16 +22,18 @@ ROPE_LONG = "rope_factors_long.weight"
 ROPE_TENSORS = (ROPE_FREQS, ROPE_SHORT, ROPE_LONG)
 
 
-def rope_from_config(fields: Fields, head_dim: int, *, partial: bool = False) -> RopeSpec:
+def rope_from_config(
+    fields: Fields, head_dim: int, *, partial: bool = False, aliases: Mapping[str, str] | None = None
+) -> RopeSpec:
     """transformers 5 writes `rope_parameters`, earlier releases `rope_theta` and `rope_scaling`.
 
-    partial: whether the family may turn a part of each head only.
+    partial: whether the family may turn a part of each head only. aliases: other names of scalings.
     """
     rope = _rope_section(fields)
     theta = rope.positive("rope_theta", fields.number("rope_theta", 10000.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     return replace(
-        scaled(rope, kind, theta, _contexts(fields, rope)),
+        scaled(rope, (aliases or {}).get(kind, kind), theta, _contexts(fields, rope)),
         rotated=_rotated(fields, rope, head_dim, partial),
     )
 

@@ -13,7 +13,8 @@ from pagemill.engine.batch import Batch
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.config import BLOCK_SIZE
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.fallback import Fallback, first_line
+from pagemill.engine.models.fallback import Fallback
+from pagemill.engine.models.probe import first_line
 from pagemill.engine.request import Request, SamplingParams
 from pagemill.engine.run.rows import build_rows
 from pagemill.engine.sequence import Sequence

@@ -1,6 +1,6 @@
 """A directory of safetensors whose model transformers computes: recognised by its config, read by its loader.
 
-Knows configs and files. What the model does is engine/models/fallback.py.
+Knows configs and files. What the model does is engine/models/fallback.py, and whether it can is probe.py there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Any
 import torch
 
 from pagemill.engine.errors import ModelLoadError
-from pagemill.engine.models.fallback import PAGED, Fallback, FallbackSpec, first_line, probe, register
+from pagemill.engine.models.fallback import PAGED, Fallback, FallbackSpec, register
+from pagemill.engine.models.probe import first_line, probe
+
+# Kinds of layers in configs that keep, or see, something else than keys and values of earlier tokens.
+OTHER_LAYERS = frozenset({"chunked_attention", "conv", "linear_attention", "mamba", "recurrent"})
 
 
 def fallback_spec(path: Path, config: Mapping[str, Any]) -> FallbackSpec:
@@ -24,11 +28,11 @@ def fallback_spec(path: Path, config: Mapping[str, Any]) -> FallbackSpec:
         loaded = _config(path, config)
         text = loaded.get_text_config(decoder=True)
         _refuse(loaded, text, architecture)
-        context = getattr(text, "max_position_embeddings", None)
-        if not isinstance(context, int) or context < 1:
-            raise ModelLoadError("its config gives no max_position_embeddings")
         origin = f"transformers {transformers.__version__} {loaded.to_json_string(use_diff=False)}"
-        return probe(loaded, architecture, context, origin)
+        spec = probe(loaded, architecture, origin)
+        if spec.context < 1:
+            raise ModelLoadError("its config gives no max_position_embeddings")
+        return spec
     except ModelLoadError as error:
         raise ModelLoadError(
             f"{architecture} has no family of its own and cannot be run through transformers: "
@@ -58,6 +62,9 @@ def _refuse(config: Any, text: Any, architecture: str) -> None:
         raise ModelLoadError(f"for transformers it is no causal language model ({type(config).__name__})")
     if found._is_stateful:
         raise ModelLoadError("it keeps state other than keys and values (recurrent or convolutional layers)")
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if others := sorted(kinds & OTHER_LAYERS):
+        raise ModelLoadError(f"some of its layers are of kind {', '.join(others)}")
     if "longrope" in _rope_types(text.to_dict()):
         raise ModelLoadError(
             "transformers turns its longrope by the longest text of a batch, so that rows would depend on "
@@ -74,8 +81,11 @@ def _rope_types(values: Mapping[str, Any]) -> Iterator[str]:
 def load_fallback(path: Path, spec: FallbackSpec, dtype: torch.dtype) -> Fallback:
     """Reads every weight. One that is missing or left over is a ModelLoadError that names it."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     register()
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             str(path),
@@ -88,6 +98,9 @@ def load_fallback(path: Path, spec: FallbackSpec, dtype: torch.dtype) -> Fallbac
         )
     except Exception as error:
         raise ModelLoadError(f"{path} cannot be read ({first_line(error)}).") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     for key, what in (
         ("missing_keys", "lacks"),
         ("mismatched_keys", "has in another shape"),

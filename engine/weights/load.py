@@ -6,6 +6,7 @@ May not know requests, schedules or memory for keys and values.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ from pagemill.engine.weights.gguf import GGUFFile
 from pagemill.engine.weights.safetensors import SafetensorsFiles, read_json
 from pagemill.kernels.linear import Linear
 from pagemill.kernels.linear_int8 import Int8Linear
+
+log = logging.getLogger(__name__)
 
 # Tensors that older converters left in checkpoints and that are computed, not read.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -55,13 +58,14 @@ class TensorFiles(Protocol):
 class Checkpoint:
     """A model on disk, recognised but not read.
 
-    spec: of a family, or of a model that transformers computes.
+    family: its name; None where transformers computes the model, and spec is a FallbackSpec.
     name_of: our weight name to the file's. restore: gives a tensor, by our name, the form that it has in
         transformers.
     generation: the model's generation_config, {} where it has none.
     """
 
     path: Path
+    family: str | None
     spec: DecoderSpec | FallbackSpec
     files: TensorFiles
     name_of: Callable[[str], str]
@@ -84,14 +88,42 @@ def _open_directory(path: Path) -> Checkpoint:
     if not (path / "config.json").exists():
         raise ModelLoadError(f"{path} holds no config.json.")
     config = read_json(path / "config.json")
-    family = family_of_config(config)
     # Before weights are looked for, so that what cannot be run says so whatever else is wrong.
-    spec = family.spec_from_config(config) if family else fallback_spec(path, config)
+    family, spec = _recognised(path, config)
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     eos = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
     files = SafetensorsFiles(path)
-    return Checkpoint(path, spec, files, lambda name: name, lambda name, tensor: tensor, generation, eos)
+    return Checkpoint(
+        path,
+        family,
+        spec,
+        files,
+        lambda name: name,
+        lambda name, tensor: tensor,
+        generation,
+        eos,
+    )
+
+
+def _recognised(path: Path, config: Mapping[str, Any]) -> tuple[str | None, DecoderSpec | FallbackSpec]:
+    """The family's name, and how the model is computed.
+
+    A flag that a family does not compute leaves transformers' own code to try; where that cannot either, the
+    family's reason is the better one.
+    """
+    family = family_of_config(config)
+    if family is None:
+        return None, fallback_spec(path, config)
+    try:
+        return family.name, family.spec_from_config(config)
+    except ModelLoadError as refusal:
+        try:
+            spec = fallback_spec(path, config)
+        except ModelLoadError:
+            raise refusal from None
+        log.warning("%s runs through the slower code of transformers: %s", path, refusal)
+        return None, spec
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -102,6 +134,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     eos = frozenset[int]().union(*(_ids(file.metadata.get(f"tokenizer.ggml.{key}")) for key in keys))
     return Checkpoint(
         path,
+        family.name,
         spec,
         file,
         family.gguf_name,

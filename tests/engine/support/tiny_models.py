@@ -23,7 +23,7 @@ from pagemill.engine.run.rows import build_rows
 from pagemill.engine.run.runner import ModelRunner
 from pagemill.engine.run.sampler import Sampler
 from pagemill.engine.sequence import Sequence
-from pagemill.engine.weights.load import load_decoder, open_checkpoint
+from pagemill.engine.weights.load import load_weights, open_checkpoint
 
 BLOCK = 16
 LLAMA3_ROPE = {
@@ -112,7 +112,7 @@ def open_runner(
     """A runner whose memory is full of NaN, as fresh memory may be."""
     checkpoint = open_checkpoint(path)
     spec = checkpoint.spec
-    decoder = load_decoder(checkpoint, dtype, torch.device("cpu"))
+    decoder = load_weights(checkpoint, dtype, torch.device("cpu"))
     storage = KVStorage(
         num_blocks, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, torch.device("cpu")
     )
