@@ -138,13 +138,28 @@ async def test_patience_ends_in_one_sentence_without_the_password(nowhere: Redis
     assert "secret" not in text
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ResponseError("MISCONF Errors writing to the AOF file"), "free space"),
+        (ResponseError("OOM command not allowed"), "more memory"),
+        (ReadOnlyError("You can't write against a read only replica."), "name the primary"),
+        (ResponseError("LOADING Redis is loading the dataset in memory"), "in a moment"),
+        (ConnectionError("refused"), "start it"),
+    ],
+)
+async def test_what_did_not_pass_says_how_to_mend_it(state: State, error: Exception, said: str) -> None:
+    with pytest.raises(RedisUnavailable, match=said):
+        await Scripts(state.redis, patience_s=0).patiently(Fails(error, error))
+
+
 async def test_connecting_to_nothing_fails_at_once_when_there_is_no_patience(tmp_path: Path) -> None:
     socket = tmp_path / "none.sock"
     with pytest.raises(RedisUnavailable, match="does not answer"):
         await State.connect(f"unix://{socket}", patience_s=0)
 
 
-@pytest.mark.parametrize("url", ["http://x", "nonsense", "redis://host:port/0"])
+@pytest.mark.parametrize("url", ["http://x", "nonsense", "redis://host:port/0", "redis://host/0?foo=1"])
 async def test_what_is_no_redis_url_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(RedisUnavailable, match="is not a Redis address"):
         await State.connect(url)
