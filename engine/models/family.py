@@ -47,6 +47,7 @@ class Family:
     architectures: of config.json; gguf_architectures: `general.architecture` of GGUF files.
     gguf_names: where its GGUF names differ from the usual ones. gguf_restore: gives a tensor of a GGUF file,
         found by our name for it, the form that it has in transformers.
+    text_prefixes, other_parts: what names begin with where a checkpoint holds a model of text among others.
     """
 
     name: str
@@ -56,6 +57,20 @@ class Family:
     spec_from_gguf: Callable[[Mapping[str, Any], Shapes, Read], DecoderSpec]
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_restore: Callable[[str, Tensor, DecoderSpec], Tensor] = as_stored
+    text_prefixes: tuple[str, ...] = ()
+    other_parts: tuple[str, ...] = ()
+
+    def safetensors_name(self, name: str, shapes: Shapes) -> str:
+        """The name in a directory of safetensors of one of our weights."""
+        for prefix in self.text_prefixes:
+            for stored in (prefix + name, prefix + name.removeprefix("model.")):
+                if stored in shapes:
+                    return stored
+        return name
+
+    def other_part(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint belongs to a part that text has no use for."""
+        return name.startswith(self.other_parts)
 
     def gguf_name(self, name: str) -> str:
         """The GGUF name of one of our weights."""

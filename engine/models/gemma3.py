@@ -1,6 +1,7 @@
 """Gemma 3, text: Gemma 2 with normalised queries and keys, and five windowed layers to one that sees all.
 
-The two kinds of layers turn by different rotary embeddings; scaling applies to those that see all.
+The two kinds of layers turn by different rotary embeddings; scaling applies to those that see all. Of
+checkpoints that also see images the text part is read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pagemill.engine.models.rope_fields import scaled
 from pagemill.engine.models.spec import DecoderSpec, RopeSpec
 
 ARCHITECTURE = "Gemma3ForCausalLM"
+WITH_IMAGES = "Gemma3ForConditionalGeneration"
 DEFAULTS = {
     **gemma2.DEFAULTS,
     "vocab_size": 262208,
@@ -30,7 +32,8 @@ LARGEST = 62
 
 
 def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
-    fields = dense.config_fields(config, DEFAULTS)
+    text = config.get("text_config")
+    fields = dense.config_fields(text if isinstance(text, Mapping) else config, DEFAULTS)
     # It is in the config class, and transformers does not compute it.
     fields.must_equal("attn_logit_softcapping", None, None)
     rope, window_rope = _ropes(fields)
@@ -83,10 +86,17 @@ def spec_from_gguf(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> D
 
 FAMILY = Family(
     name="gemma3",
-    architectures=(ARCHITECTURE,),
+    architectures=(ARCHITECTURE, WITH_IMAGES),
     gguf_architectures=("gemma3",),
     spec_from_config=spec_from_config,
     spec_from_gguf=spec_from_gguf,
     gguf_names=gemma2.GGUF_NAMES,
     gguf_restore=gemma2.gguf_restore,
+    text_prefixes=("model.language_model.", "language_model."),
+    other_parts=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
 )

@@ -28,7 +28,7 @@ FAR = 1 << 40
 
 @dataclass(slots=True)
 class Trial:
-    """What the attention of a model was given, by layer: key-value heads, sizes of keys and values, window."""
+    """What the attention of each layer was given: key-value heads, sizes of keys and values; its window."""
 
     heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)

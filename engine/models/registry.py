@@ -87,5 +87,6 @@ def describe(path: str | Path) -> Description:
         found = open_checkpoint(path)
     except ModelLoadError as error:
         return Description(path, "refused", reason=str(error))
-    how: Literal["family", "fallback"] = "family" if found.family else "fallback"
-    return Description(path, how, found.family, found.spec.architecture)
+    if found.family is None:
+        return Description(path, "fallback", architecture=found.spec.architecture)
+    return Description(path, "family", found.family.name, found.spec.architecture)

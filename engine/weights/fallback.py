@@ -1,6 +1,6 @@
 """A directory of safetensors whose model transformers computes: recognised by its config, read by its loader.
 
-Knows configs and files. What the model does is engine/models/fallback.py, and whether it can is probe.py there.
+Knows configs and files. How the model runs is engine/models/fallback.py, and whether it can is probe.py.
 """
 
 from __future__ import annotations

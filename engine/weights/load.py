@@ -20,6 +20,7 @@ from torch import Tensor
 from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.decoder import Decoder
 from pagemill.engine.models.fallback import Fallback, FallbackSpec
+from pagemill.engine.models.family import Family
 from pagemill.engine.models.registry import family_of_config, family_of_gguf
 from pagemill.engine.models.rope_fields import ROPE_TENSORS
 from pagemill.engine.models.spec import DecoderSpec
@@ -58,18 +59,19 @@ class TensorFiles(Protocol):
 class Checkpoint:
     """A model on disk, recognised but not read.
 
-    family: its name; None where transformers computes the model, and spec is a FallbackSpec.
+    family: None where transformers computes the model, and spec is a FallbackSpec.
     name_of: our weight name to the file's. restore: gives a tensor, by our name, the form that it has in
-        transformers.
+        transformers. ignored: by the file's name, whether a tensor belongs to something else than the text.
     generation: the model's generation_config, {} where it has none.
     """
 
     path: Path
-    family: str | None
+    family: Family | None
     spec: DecoderSpec | FallbackSpec
     files: TensorFiles
     name_of: Callable[[str], str]
     restore: Callable[[str, Tensor], Tensor]
+    ignored: Callable[[str], bool]
     generation: Mapping[str, Any]
     eos_token_ids: frozenset[int]
 
@@ -99,15 +101,16 @@ def _open_directory(path: Path) -> Checkpoint:
         family,
         spec,
         files,
-        lambda name: name,
+        lambda name: family.safetensors_name(name, files.shapes) if family else name,
         lambda name, tensor: tensor,
+        lambda name: family is not None and family.other_part(name),
         generation,
         eos,
     )
 
 
-def _recognised(path: Path, config: Mapping[str, Any]) -> tuple[str | None, DecoderSpec | FallbackSpec]:
-    """The family's name, and how the model is computed.
+def _recognised(path: Path, config: Mapping[str, Any]) -> tuple[Family | None, DecoderSpec | FallbackSpec]:
+    """The family, and how the model is computed.
 
     A flag that a family does not compute leaves transformers' own code to try; where that cannot either, the
     family's reason is the better one.
@@ -116,7 +119,7 @@ def _recognised(path: Path, config: Mapping[str, Any]) -> tuple[str | None, Deco
     if family is None:
         return None, fallback_spec(path, config)
     try:
-        return family.name, family.spec_from_config(config)
+        return family, family.spec_from_config(config)
     except ModelLoadError as refusal:
         try:
             spec = fallback_spec(path, config)
@@ -134,11 +137,12 @@ def _open_gguf(path: Path) -> Checkpoint:
     eos = frozenset[int]().union(*(_ids(file.metadata.get(f"tokenizer.ggml.{key}")) for key in keys))
     return Checkpoint(
         path,
-        family.name,
+        family,
         spec,
         file,
         family.gguf_name,
         lambda name, tensor: family.gguf_restore(name, tensor, spec),
+        lambda name: False,
         {},
         eos,
     )
@@ -188,7 +192,7 @@ def load_decoder(
 
     make_dense = Int8Linear if quantization == "int8" else Linear
     decoder = Decoder(spec, take, lambda name: checkpoint.name_of(name) in shapes, make_dense)
-    left = sorted(name for name in shapes if name not in taken and not _ignorable(name, spec))
+    left = sorted(name for name in shapes.keys() - taken if not _ignorable(name, checkpoint, spec))
     if left:
         raise ModelLoadError(
             f"{checkpoint.path} holds {len(left)} tensors that its config gives no use for, first {left[0]}."
@@ -196,8 +200,10 @@ def load_decoder(
     return decoder
 
 
-def _ignorable(name: str, spec: DecoderSpec) -> bool:
-    return bool(DERIVED.search(name)) or (name in ROPE_TENSORS and bool(spec.rope.divisors))
+def _ignorable(name: str, checkpoint: Checkpoint, spec: DecoderSpec) -> bool:
+    if checkpoint.ignored(name) or DERIVED.search(name):
+        return True
+    return name in ROPE_TENSORS and bool(spec.rope.divisors)
 
 
 def weights_digest(files: list[Path]) -> str:

@@ -23,9 +23,12 @@ class EngineMachine(RuleBasedStateMachine):
         seqs=st.integers(1, 8),
         cache=st.booleans(),
         context=st.sampled_from([40, 10_000]),
+        rope_switch=st.sampled_from([None, 16, 25, 50]),
     )
-    def build(self, num_blocks: int, budget: int, seqs: int, cache: bool, context: int) -> None:
-        self.runner = FakeRunner(num_blocks, keep_batches=False)
+    def build(
+        self, num_blocks: int, budget: int, seqs: int, cache: bool, context: int, rope_switch: int | None
+    ) -> None:
+        self.runner = FakeRunner(num_blocks, rope_switch, keep_batches=False)
         self.engine = fake_engine(
             num_blocks=num_blocks,
             max_num_tokens=budget,

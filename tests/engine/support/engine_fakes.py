@@ -49,9 +49,13 @@ def answer(request: Request, length: int, most: int | None = None) -> list[int]:
 
 @dataclass
 class FakeRunner:
-    """next: tokens so far and seed -> token. bad_rows: request ids whose results are not finite."""
+    """next: tokens so far and seed -> token. bad_rows: request ids whose results are not finite.
+
+    rope_switch: rows of more tokens have other keys, as the scheduler must have noticed.
+    """
 
     num_blocks: int
+    rope_switch: int | None = None
     next: Callable[[Sequence[int], int], int] = next_token
     bad_rows: set[str] = field(default_factory=set)
     batches: list[Batch] = field(default_factory=list)
@@ -88,6 +92,8 @@ class FakeRunner:
 
     def _read(self, seq: Row) -> int:
         """Check that memory holds everything before what is to be computed; the digest of it."""
+        outgrown = self.rope_switch is not None and len(seq.token_ids) > self.rope_switch
+        assert seq.long_rope is outgrown, f"Row {seq.request.request_id} has the wrong kind of keys."
         value = history((), f"{seq.request.cache_salt} {seq.long_rope}")
         for position in range(seq.num_computed_tokens):
             value = digest(value, seq.token_ids[position])
@@ -173,6 +179,7 @@ def fake_engine(
         max_num_tokens=max_num_tokens,
         max_num_seqs=max_num_seqs,
         prefix_cache=prefix_cache,
+        rope_switch=runner.rope_switch if runner else None,
     )
     return Engine(
         runner or FakeRunner(num_blocks),
