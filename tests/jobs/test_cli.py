@@ -432,6 +432,16 @@ def test_ctrl_c_while_libraries_load_is_no_traceback() -> None:
     assert (process.returncode, err) == (130, "pagemill: Interrupted.\n")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_lead_nowhere(closed: str) -> None:
+    program = f'"{sys.executable}" -c "import sys; from pagemill.jobs.cli import main; sys.exit(main())"'
+    done = subprocess.run(
+        ["sh", "-c", f"{program} --version {closed}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
 def test_ctrl_c_while_a_command_begins_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,8 +88,9 @@ def rows_of(output: Path, job: str) -> list[Any]:
 
 
 def test_a_run_ends_with_a_table_and_the_next_is_told_that_it_ended(
-    start: Start, prompts: Path, tmp_path: Path
+    start: Start, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # nothing of ours
     output = tmp_path / "my out"
     code, out, err = ended(start("run", prompts, "--output", output))
     assert code == 0, err
@@ -102,12 +103,14 @@ def test_a_run_ends_with_a_table_and_the_next_is_told_that_it_ended(
     assert "my out/jobs/" in out
     assert "2 files in" in out
     assert "--store 'my out'" in out
-    # What it says to do next works when copied, also where nothing of ours is on the PATH.
+    # What it says to do next works when copied.
     following = [line.strip() for line in out[out.index("Next:") :].splitlines() if "--format jsonl" in line]
     copied = subprocess.run(
-        ["/bin/sh", "-c", following[0]], cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        ["/bin/sh", "-c", following[0]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert len(copied.stdout.splitlines()) == 3, copied.stderr
 
     code, out, err = ended(start("run", prompts, "--output", output, "--json", model="smollm2"))
