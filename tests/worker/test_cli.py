@@ -312,6 +312,9 @@ def test_a_worker_that_cannot_start_says_why(
     start: Start, redis_url: str, prompts: Path, tmp_path: Path
 ) -> None:
     here = {"store": tmp_path / "store", "redis_url": redis_url}
+    weightless = tmp_path / "model"
+    weightless.mkdir()
+    (weightless / "config.json").write_text('{"model_type": "llama"}')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         processes = {
@@ -320,6 +323,7 @@ def test_a_worker_that_cannot_start_says_why(
             ),
             (5, "file is where a folder"): start("worker", **here | {"store": prompts / "store"}),
             (2, "in use"): start("worker", "--metrics-port", port, **here),
+            (7, "names no architecture"): start("worker", "--model", weightless, **here | {"engine": "native"}),
         }
         for (expected, said), process in processes.items():
             code, _, err = ended(process)
