@@ -527,3 +527,19 @@ def test_a_floor_that_does_not_load_leaves_a_command_that_says_so(monkeypatch: p
     assert command.callback is not None
     with pytest.raises(UsageError, match=r"pagemill\[worker\]"):
         command.callback()
+
+
+def test_a_job_is_deleted_and_its_failed_rows_are_not_lost(
+    run: Run, prompts: Path, model: str, store: Path
+) -> None:
+    job = submitted(run, prompts, model)
+    refused = run("delete", job)
+    assert (refused.code, "cancel it first" in refused.err) == (4, True)
+    assert run("retry-failed", job).code == 4
+    assert run("cancel", job).code == 0
+    empty = run("retry-failed", job)
+    assert (empty.code, "no failed rows" in empty.err) == (2, True), "it was stopped before its plan"
+    assert run("delete", job).out == f"{job} is deleted.\n"
+    assert json.loads(run("delete", job, "--json").out) == {"job": job, "deleted": True}
+    assert run("status", job).code == 3
+    assert run("delete", submitted(run, prompts, model), "--force").code == 0
