@@ -24,10 +24,12 @@ def refusal(request: Request, model: ModelInfo, limits: SchedulerConfig) -> Refu
     length = len(request.prompt_token_ids)
     if length == 0:
         return Refusal("invalid_request", "The prompt is empty: it has no tokens to continue.")
-    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= model.vocab_size:
+    lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
+    if lowest < 0 or highest >= model.vocab_size:
         return Refusal(
             "invalid_request",
-            f"A prompt token id lies outside the vocabulary, 0 to {model.vocab_size - 1}.",
+            f"The prompt holds the token id {lowest if lowest < 0 else highest}, and the model's vocabulary "
+            f"is 0 to {model.vocab_size - 1}: use the ids of its own tokenizer.",
         )
     if length + 1 > limits.context:
         return Refusal(
@@ -66,7 +68,7 @@ def _parameter_problem(params: SamplingParams, vocab_size: int) -> str | None:
         return "A stop string is empty."
     for token, bias in params.logit_bias:
         if not 0 <= token < vocab_size:
-            return f"logit_bias names token {token}, outside the vocabulary, 0 to {vocab_size - 1}."
+            return f"logit_bias names token {token}; the vocabulary is 0 to {vocab_size - 1}: leave it out."
         if not math.isfinite(bias):
             return f"logit_bias for token {token} must be a finite number, not {bias}."
     return None

@@ -10,6 +10,10 @@ from pagemill.worker.models import DEMO_FILE, fetch_demo_model, find_demo_model
 
 if __name__ == "__main__":
     try:
-        print(find_demo_model() or fetch_demo_model(Path("models") / DEMO_FILE))
+        model = find_demo_model()
+        if model is None:
+            print(f"· fetching the demo model, {DEMO_FILE} (once, 90 MB)", file=sys.stderr)
+            model = fetch_demo_model(Path("models") / DEMO_FILE)
+        print(model)
     except PagemillError as error:
         sys.exit(f"pagemill: {error}")

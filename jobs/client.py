@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, Unpack
 
 from pagemill.jobs import layout, tickets
-from pagemill.jobs.errors import JobFailed, JobNotFound, RedisUnavailable
+from pagemill.jobs.errors import JobConflict, JobFailed, JobNotFound, RedisUnavailable
 from pagemill.jobs.inputs import Prompts, open_source
 from pagemill.jobs.reading import AsyncResults, Results
 from pagemill.jobs.remembered import output_url, remembered
@@ -40,6 +41,7 @@ PATIENCE_S = 5.0
 not."""
 POLL_S = 1.0
 PAGE = 200
+END_S = 60.0
 
 
 class Named(Protocol):
@@ -330,6 +332,63 @@ class Client:
         status = await self.status(name)
         return CancelOutcome(status.state, outcome.accepted)
 
+    async def delete(self, job: AnyJob, *, force: bool = False) -> None:
+        """Delete an ended job with its input and results; its id is not used again. Harmless to repeat.
+
+        force: cancel it first where it has not ended. Raises JobNotFound, JobConflict while it runs.
+        """
+        from pagemill.jobs.deletion import delete_job
+
+        name, state = _id(job), await self.state()
+        if force and await self._unfinished(name):
+            await self.recover(name)
+            await self.cancel(name)
+            with _as_conflict(f"Job {name} has not ended {END_S:g} s after it was cancelled; try again."):
+                await self.wait(name, timeout=END_S)
+        await delete_job(state, self.storage, name)
+
+    async def retry_failed(
+        self,
+        job: AnyJob,
+        *,
+        codes: Collection[str] | None = None,
+        job_id: str | None = None,
+        deadline: When | None = None,
+    ) -> Job:
+        """Make a job of those rows of an ended one that failed and may succeed, with their ids and seeds.
+
+        codes: which error codes to retry; by default rows that were not run (`batch_cancelled`,
+        `batch_expired`, `job_failed`) and `engine_error`. The new job's job.json names the old one
+        (`retry_of`); the rest of its terms are the old one's. Raises JobNotFound, JobConflict while the job
+        has not ended, and UsageError when it has no such rows.
+        """
+        from pagemill.jobs import retry
+
+        name, chosen = _id(job), chosen_id(job_id, None)
+        wanted = retry.chosen_codes(codes)
+        fields = await asyncio.to_thread(retry.terms, self.storage, name)
+        rows = await asyncio.to_thread(retry.failed_rows, self.storage, name, wanted)
+        source = open_source(rows, self.storage_options, name=f"{name}.failed.jsonl")
+        await self.state()
+        spec, known = await accept(
+            self.storage,
+            source,
+            chosen or new_job_id(),
+            {**fields, "expires_at": moment(deadline)},
+            chosen=chosen is not None,
+        )
+        return await self.adopt(spec, known=known)
+
+    async def _unfinished(self, job: str) -> bool:
+        known = await (await self.state()).status(job)
+        if known is not None:
+            return not known.terminal
+        keys = (layout.manifest(job), layout.tombstone(job), layout.job(job))
+        ended, deleted, accepted = [
+            await asyncio.to_thread(self.storage.head, key) is not None for key in keys
+        ]
+        return accepted and not ended and not deleted
+
     async def list(
         self, *, limit: int = 50, state: str | None = None, model: str | None = None
     ) -> builtins.list[JobStatus]:
@@ -389,6 +448,28 @@ class Job:
     async def cancel(self) -> CancelOutcome:
         """See `Client.cancel`."""
         return await self.client.cancel(self.id)
+
+    async def delete(self, *, force: bool = False) -> None:
+        """See `Client.delete`."""
+        await self.client.delete(self.id, force=force)
+
+    async def retry_failed(
+        self,
+        *,
+        codes: Collection[str] | None = None,
+        job_id: str | None = None,
+        deadline: When | None = None,
+    ) -> Job:
+        """See `Client.retry_failed`."""
+        return await self.client.retry_failed(self.id, codes=codes, job_id=job_id, deadline=deadline)
+
+
+@contextlib.contextmanager
+def _as_conflict(sentence: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise JobConflict(sentence) from None
 
 
 def _id(job: AnyJob) -> str:

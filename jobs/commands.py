@@ -62,6 +62,8 @@ def run_program(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets a mark for it
             stream.reconfigure(errors="replace")
+    from pagemill.jobs import commands_ended  # noqa: F401 (it adds commands to `app`)
+
     join_commands(app)
     try:
         code = typer.main.get_command(app).main(

@@ -178,9 +178,9 @@ def _foreign(head: bytes) -> str | None:
     if len(zeros) == 4 and zeros in _WIDE:
         return "the file looks like UTF-16 or UTF-32 (every other byte is zero): save it as UTF-8."
     if head[:2] == b"\x1f\x8b":
-        return "the file is gzip data: give it a name that ends in .gz."
+        return "the input is gzip data: give its file a name that ends in .gz, or unpack it before a pipe."
     if head[:4] == b"\x28\xb5\x2f\xfd":
-        return "the file is zstd data: give it a name that ends in .zst."
+        return "the input is zstd data: give its file a name that ends in .zst, or unpack it before a pipe."
     return None
 
 

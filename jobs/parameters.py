@@ -73,7 +73,9 @@ def integer(low: int, high: int) -> Reader:
     def read(name: str, value: Any) -> int:
         if type(value) is float and value.is_integer():
             value = int(value)
-        if type(value) is not int or not low <= value <= high:
+        if type(value) is int and value > high:  # beyond what nobody means, which `wanted` may leave unsaid
+            _wrong(name, f"{high} or less", value)
+        if type(value) is not int or value < low:
             _wrong(name, wanted, value)
         return int(value)
 

@@ -93,7 +93,9 @@ def _parts(storage: Storage, job: str, partial: bool) -> list[dict[str, Any]]:
 
 def _must_exist(storage: Storage, job: str) -> None:
     if storage.head(layout.job(job)) is None:
-        raise JobNotFound(f"There is no job {job} in {storage.url}.")
+        raise JobNotFound(
+            f"There is no job {job} in {storage.url}; --store or PAGEMILL_STORE names another store."
+        )
 
 
 def _source(storage: Storage, part: dict[str, Any]) -> Source:

@@ -80,8 +80,11 @@ def connection(url: str) -> Redis:
             health_check_interval=30,
             **({} if url.startswith("unix:") else {"socket_keepalive": True}),
         )
-    except ValueError as error:
-        raise RedisUnavailable(f"{_redacted(url)} is not a Redis address: {error}.") from None
+        # An option that no connection knows shows only when one is made; it is not opened here.
+        client.connection_pool.make_connection()
+    except (ValueError, TypeError) as error:
+        said = str(error).rpartition("__init__() ")[2].rstrip(".")
+        raise RedisUnavailable(f"{_redacted(url)} is not a Redis address: {said}.") from None
     return cast(Redis, client)
 
 
@@ -117,9 +120,7 @@ class Scripts:
                 if not _passes(error):
                     raise _refused(error) from error
                 if time.monotonic() + pause > deadline:
-                    raise RedisUnavailable(
-                        f"Redis at {self.address} does not answer: {_reason(error)}."
-                    ) from error
+                    raise RedisUnavailable(f"Redis at {self.address} {_trouble(error)}.") from error
                 if isinstance(
                     error, ReadOnlyError
                 ):  # a failover: the old primary's connections lead to a replica
@@ -202,7 +203,29 @@ def _refused(error: Exception) -> Exception:
         ("NOPERM", "NOAUTH", "WRONGPASS")
     ):
         return RedisUnavailable(f"Redis refuses us, check the user and password of its URL: {text}.")
+    if "DB index" in text:
+        return RedisUnavailable(f"This Redis has no such database ({text}): end its URL in /0.")
     return error
+
+
+def _trouble(error: Exception) -> str:
+    """What is wrong with a Redis that we waited for, and what mends it."""
+    said = _reason(error)
+    for start, remedy in _REMEDIES.items():
+        if said.startswith(start):
+            return f"refuses to write ({said}): {remedy}"
+    if isinstance(error, ReadOnlyError):
+        return f"is a read-only replica ({said}): name the primary"
+    if isinstance(error, ResponseError):
+        return f"is not ready ({said}): try again in a moment"
+    return f"does not answer ({said}): start it, or name another one in PAGEMILL_REDIS_URL"
+
+
+_REMEDIES: Final = {
+    "MISCONF": "free space on its disk",
+    "OOM": "give it more memory (maxmemory); it must not evict",
+    "NOREPLICAS": "start its replicas",
+}
 
 
 def _reason(error: Exception) -> str:

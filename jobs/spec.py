@@ -46,7 +46,7 @@ _BASE32 = "0123456789abcdefghjkmnpqrstvwxyz"
 # twice under one id is the same job when everything else agrees.
 _NOT_IDENTITY = {
     "job", "created_at", "priority", "max_shards", "expires_at", "retention_s", "idempotency_key",
-    "shard_tokens", "shard_rows", "input",
+    "shard_tokens", "shard_rows", "retry_of", "input",
 }  # fmt: skip
 
 
@@ -76,6 +76,7 @@ class JobSpec(BaseModel):
     max_shards: most shards leased at once.  expires_at: seconds since the epoch.
     context: tokens of prompt plus completion, where the job declares less than the model has.
     shard_tokens, shard_rows: how much estimated work, and how many rows, make a shard.
+    retry_of: the job whose failed rows these are.
     max_expanded_bytes: what a compressed input may expand to; None for a rule by its size (plan.py).
     """
 
@@ -91,7 +92,7 @@ class JobSpec(BaseModel):
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
     max_shards: Annotated[int, Field(ge=1)] | None = None
     expires_at: float | None = None
-    context: Annotated[int, Field(ge=1)] | None = None
+    context: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     special_tokens_in_content: Literal["text", "parse", "error"] = "text"
     model_policy: Literal["override", "match"] = "override"
     max_rows: Annotated[int, Field(ge=1)] | None = None
@@ -101,6 +102,7 @@ class JobSpec(BaseModel):
     shard_tokens: Annotated[int, Field(ge=1)] = 60_000
     shard_rows: Annotated[int, Field(ge=1)] = 2_000
     idempotency_key: str | None = None
+    retry_of: str | None = None
     retention_s: Annotated[int, Field(ge=0)] = 7 * 86_400
 
     @field_validator("job")

@@ -140,6 +140,19 @@ class State(Observer):
         """For a rebuild: an earlier holder's segment, under its own fence, while `token` holds the job."""
         return await self._seal(job, shard, fence, seq, segment, totals, token)
 
+    async def note_trial(self, job: str, task: str, fence: str, record: str, *, trying: bool) -> None:
+        """Writes down what is known of a task that kills its workers; with `trying`, before it may again.
+
+        Raises LeaseLost when the fence holds the task no more.
+        """
+        await self._call("trial", job, task, fence, record, int(trying))
+
+    async def trial(self, job: str, task: str) -> tuple[str, str]:
+        """That record ("": none), and the fence under which its rows were running when its lease ended
+        without a release ("": they were not)."""
+        found = await self._hash(f"{self.key(job)}:trials")
+        return found.get(task, ""), found.get(f"{task}/trying", "")
+
     async def segments(self, job: str, shard: int) -> list[dict[str, Any]]:
         """The recorded segments of a shard that is not committed yet, by fence and number."""
         texts = await self._hash(f"{self.key(job)}:segments:{shard}")

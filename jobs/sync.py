@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from types import TracebackType
@@ -28,6 +28,7 @@ from pagemill.jobs.client import PATIENCE_S, POLL_S, AnyJob, CancelOutcome, Clie
 from pagemill.jobs.reading import Results
 from pagemill.jobs.status import JobStatus
 from pagemill.jobs.storage import StorageOptions
+from pagemill.jobs.terms import When
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -153,6 +154,8 @@ class SyncClient:
     watch = _iterating(Client.watch)
     wait = _blocking(Client.wait)
     cancel = _blocking(Client.cancel)
+    delete = _blocking(Client.delete)
+    retry_failed = _handing(Client.retry_failed)
     list = _blocking(Client.list)
     workers = _blocking(Client.workers)
     recover = _blocking(Client.recover)
@@ -205,3 +208,17 @@ class SyncJob:
     def cancel(self) -> CancelOutcome:
         """See `Client.cancel`."""
         return self.client.cancel(self.id)
+
+    def delete(self, *, force: bool = False) -> None:
+        """See `Client.delete`."""
+        self.client.delete(self.id, force=force)
+
+    def retry_failed(
+        self,
+        *,
+        codes: Collection[str] | None = None,
+        job_id: str | None = None,
+        deadline: When | None = None,
+    ) -> SyncJob:
+        """See `Client.retry_failed`."""
+        return self.client.retry_failed(self.id, codes=codes, job_id=job_id, deadline=deadline)

@@ -52,6 +52,8 @@ def chosen_id(job_id: str | None, idempotency_key: str | None) -> str | None:
     if job_id is not None and idempotency_key is not None:
         raise UsageError("Give a job_id or an idempotency_key, not both: each names the job.")
     if idempotency_key is not None:
+        if not idempotency_key.strip():  # an unset variable, say: every submission would be the same job
+            raise UsageError("The idempotency key is empty; give it a text, or leave it out.")
         return "key-" + hashlib.sha256(idempotency_key.encode()).hexdigest()[:32]
     return None if job_id is None else check_job_id(job_id)
 

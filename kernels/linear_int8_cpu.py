@@ -7,13 +7,12 @@ linear_int8_cpu_kernel.py. Integers add up to the same in any order, so nothing 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import sys
 from functools import cache
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +20,9 @@ from pagemill.kernels import cpu_threads
 from pagemill.kernels import linear_int8_cpu_words as words
 
 logger = logging.getLogger(__name__)
+
+Words = ctypes.Array[ctypes.c_int64]
+_Words = ctypes.c_int64 * words.WORDS
 
 # The width of a layer must be a multiple of this: rows are handled in vectors of 16.
 MULTIPLE = 16
@@ -51,20 +53,20 @@ def kinds() -> tuple[str, ...]:
 def round_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """The rows of x, rotated in blocks, as int8 values and float32 scales; any CPU can that has a kind."""
     threads = torch.get_num_threads()
-    fixed = np.zeros(words.WORDS, np.int64)
-    fixed[words.WIDTH], fixed[words.BLOCK] = x.shape[1], block
-    fixed[words.VALUES_ROW] = x.shape[1] * words.BYTES["words"]
     values = torch.empty(x.shape, dtype=torch.int8)
     scales = torch.empty(x.shape[0])
     for start in range(0, x.shape[0], ROWS_AT_ONCE):
         part = x[start : start + ROWS_AT_ONCE].contiguous()
         integers = torch.empty(part.shape, dtype=torch.int16)
-        parameters = _aligned(fixed)
+        parameters = _Words()
+        parameters[words.WIDTH], parameters[words.BLOCK] = x.shape[1], block
+        parameters[words.VALUES_ROW] = x.shape[1] * words.BYTES["words"]
         scratch = _scratch(parameters, 0, threads)
         _take_rows(parameters, part)
         parameters[words.VALUES] = integers.data_ptr()
         parameters[words.ROW_SCALES] = scales[start:].data_ptr()
-        cpu_threads.run(_code("words", x.dtype == torch.bfloat16)[0], parameters.ctypes.data, threads)
+        code, _ = _code("words", x.dtype == torch.bfloat16)
+        cpu_threads.run(code, ctypes.addressof(parameters), threads)
         del scratch
         values[start : start + ROWS_AT_ONCE] = integers
     return values, scales
@@ -91,9 +93,9 @@ class Layer:
         self.offsets = values.sum(1, dtype=torch.int32) * -128
         self.words = self._words(values.shape[0], values.shape[1], block)
 
-    def _words(self, outputs: int, inputs: int, block: int) -> npt.NDArray[np.int64]:
+    def _words(self, outputs: int, inputs: int, block: int) -> Words:
         """The part of the parameter block that does not change from call to call."""
-        fixed = np.zeros(words.WORDS, np.int64)
+        fixed = _Words()
         fixed[words.WIDTH], fixed[words.BLOCK] = inputs, block
         fixed[words.PANELS], fixed[words.PANEL_LIST] = outputs // words.PANEL, self.panels.data_ptr()
         fixed[words.SCALES], fixed[words.OFFSETS] = self.scales.data_ptr(), self.offsets.data_ptr()
@@ -108,14 +110,15 @@ class Layer:
             return out[:, : self.out_features]
         if x.stride(1) != 1:
             x = x.contiguous()
-        block = _aligned(self.words)
+        block = _Words.from_buffer_copy(self.words)
         scratch = _scratch(block, rows, threads)
         _take_rows(block, x)
-        block[words.OUT], block[words.OUT_ROW] = out.data_ptr(), out.stride(0) * out.element_size()
+        block[words.OUT], block[words.OUT_ROW] = out.data_ptr(), len(self.scales) * x.element_size()
         items = _share_out(block, rows, threads)
         round_rows, multiply = _code(self.kind, x.dtype == torch.bfloat16)
-        cpu_threads.run(round_rows, block.ctypes.data, min(threads, rows))
-        cpu_threads.run(multiply, block.ctypes.data, min(threads, items))
+        address = ctypes.addressof(block)
+        cpu_threads.run(round_rows, address, min(threads, rows))
+        cpu_threads.run(multiply, address, min(threads, items))
         del scratch
         return out if len(self.scales) == self.out_features else out[:, : self.out_features].contiguous()
 
@@ -127,44 +130,35 @@ def _panels(values: Tensor, together: int) -> Tensor:
     return split.transpose(1, 2).contiguous()
 
 
-def _aligned(fixed: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """A copy that begins at a cache line."""
-    memory = np.empty(words.WORDS + 8, np.int64)
-    start = -memory.ctypes.data % words.LINE // 8
-    block = memory[start : start + words.WORDS]
-    block[:] = fixed
-    return block
-
-
-def _take_rows(block: npt.NDArray[np.int64], x: Tensor) -> None:
+def _take_rows(block: Words, x: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"int8 layers take float32 and bfloat16, not {x.dtype}")
     block[words.ROWS] = x.shape[0]
     block[words.X], block[words.X_ROW] = x.data_ptr(), x.stride(0) * x.element_size()
 
 
-def _scratch(block: npt.NDArray[np.int64], rows: int, threads: int) -> Tensor:
+def _scratch(block: Words, rows: int, threads: int) -> Tensor:
     """Memory for rotated rows and sums of each thread, for the scales of all rows and their integers."""
-    mine = int(block[words.WIDTH]) * 4 + words.LINE
+    mine = block[words.WIDTH] * 4 + words.LINE
     scales = -(-rows * 4 // words.LINE) * words.LINE
-    integers = rows * int(block[words.VALUES_ROW])
+    integers = rows * block[words.VALUES_ROW]
     size = threads * (mine + words.SUMS_BYTES) + scales + integers + words.LINE
     memory = torch.empty(size, dtype=torch.uint8)
     start = -(-memory.data_ptr() // words.LINE) * words.LINE
     block[words.SCRATCH], block[words.SCRATCH_BYTES] = start, mine
     block[words.SUMS] = start + threads * mine
-    block[words.ROW_SCALES] = int(block[words.SUMS]) + threads * words.SUMS_BYTES
-    block[words.VALUES] = int(block[words.ROW_SCALES]) + scales
+    block[words.ROW_SCALES] = block[words.SUMS] + threads * words.SUMS_BYTES
+    block[words.VALUES] = block[words.ROW_SCALES] + scales
     return memory
 
 
-def _share_out(block: npt.NDArray[np.int64], rows: int, threads: int) -> int:
+def _share_out(block: Words, rows: int, threads: int) -> int:
     """Cuts the product into items of rows and panels; returns how many there are."""
     # Runs of like size, in whole register tiles.
     tiles = _parts(rows, words.WIDE_TILE_ROWS)
     run = _parts(tiles, _parts(rows, ROWS_AN_ITEM)) * words.WIDE_TILE_ROWS
     runs = _parts(rows, run)
-    panels = int(block[words.PANELS])
+    panels = block[words.PANELS]
     together = max(1, min(PANELS_AN_ITEM, runs * panels // (ITEMS_A_THREAD * threads)))
     parts = _parts(panels, together)
     block[words.ITEM_ROWS], block[words.ITEM_PANELS], block[words.PARTS] = run, together, parts

@@ -72,7 +72,8 @@ class Child:
             self._backend = backend = make_backend(start, self._board, self._finish)
             loaded = backend.load()
         except Exception as error:
-            traceback.print_exc()
+            if not _foreseen(error):  # else its sentence says it all, and this goes to somebody's terminal
+                traceback.print_exc()
             self._tell({"op": "failed", "message": _sentence(error)})
             quit_now(3)
         self._tell({"op": "ready", **loaded, "load_seconds": round(time.monotonic() - began, 3)})
@@ -182,12 +183,16 @@ def _received(channel: socket.socket) -> bytes:
         return b""
 
 
+def _foreseen(error: Exception) -> bool:
+    """Whether it is one of ours, which name what is wrong and how to mend it."""
+    return type(error).__module__.startswith("pagemill.")
+
+
 def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
-    known = type(error).__module__.startswith("pagemill.")
     return (
         text
-        if known and text
+        if _foreseen(error) and text
         else f"The model could not be loaded: {type(error).__name__}: {text or 'no reason given'}"
     )
 

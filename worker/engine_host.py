@@ -25,7 +25,10 @@ log = logging.getLogger("pagemill.engine")
 Sink = Callable[[Message], None]
 TICK_S = 1.0
 LOADS = 2  # a model that failed to load this often in a row will not load by itself
-BARREN_LIVES = 4  # lives in a row that ended without finishing a row, and with no row to suspect
+BARREN_LIVES = 2  # lives in a row that ended without finishing a row, and with no row to suspect
+# A step may take stall_timeout_s, and this much for each token in it, where nobody said otherwise: many times
+# what the slowest machine of the kind needs.
+SECONDS_A_TOKEN = {"cpu": 1.0, "cuda": 0.02}
 CANARY: Message = {
     "rid": "canary",
     "row": {
@@ -50,7 +53,8 @@ class HostConfig:
     rows: int = 128
     bytes: int = 64 << 20
     load_timeout_s: float = 1800.0
-    stall_timeout_s: float = 900.0
+    stall_timeout_s: float = 60.0
+    stall_token_s: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -251,7 +255,7 @@ class EngineHost:
         message = loaded.result()
         if message["op"] == "failed":
             return str(message["message"])
-        info = EngineInfo(**{name: message[name] for name in EngineInfo.__slots__})
+        self._info = info = EngineInfo(**{name: message[name] for name in EngineInfo.__slots__})
         log.info("engine ready: pid %d, %s", child.pid, info.described())
         assert self._ready is not None
         if not self._ready.done():
@@ -261,21 +265,32 @@ class EngineHost:
         return None
 
     async def _stay_with(self, child: EngineProcess, ended: asyncio.Task[Any]) -> None:
-        """Until it ends; kill it when its running step makes no progress for too long.
+        """Until it ends; kill it when its running step makes no progress for longer than its tokens explain.
 
         Time is counted in ticks of this loop, each at most TICK_S: a watcher that was frozen itself blames
-        nobody.
+        nobody. While the engine compiles, which it does once for a shape, none is counted.
         """
         stalled, last = 0.0, -1.0
         while not ended.done():
             await asyncio.wait([ended], timeout=TICK_S)
-            step = self._figures.get("steps", 0.0)
-            stalled = stalled + TICK_S if self._figures.get("running", 0) and step == last else 0.0
+            figures = self._figures
+            if figures.get("compiling"):
+                continue
+            step = figures.get("steps", 0.0)
+            stalled = stalled + TICK_S if figures.get("running", 0) and step == last else 0.0
             last = step
-            if stalled >= self._config.stall_timeout_s:
+            if stalled >= self._longest_step(figures.get("step_tokens", 0.0)):
                 log.error("the engine made no step for %.0f s; its process is killed", stalled)
                 child.kill()
                 await ended
+
+    def _longest_step(self, tokens: float) -> float:
+        """Seconds that a step of so many tokens may take before it is a hang."""
+        config, device = self._config, self._info.device.partition(":")[0]
+        a_token = config.stall_token_s
+        if a_token is None:
+            a_token = SECONDS_A_TOKEN.get(device, SECONDS_A_TOKEN["cpu"])
+        return config.stall_timeout_s + a_token * tokens
 
     def _mourn(self, child: EngineProcess) -> None:
         """The child died: judge its suspects, and mark every other row to be sent again."""

@@ -23,8 +23,14 @@ class _Json(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+def endure_a_log_that_cannot_be_written() -> None:
+    """A full disk or a closed terminal costs lines of the log, and is not itself told, line by line."""
+    logging.raiseExceptions = False
+
+
 def set_up_logging(level: str, form: Literal["text", "json"]) -> None:
     """Ours at `level`; libraries speak only when something is wrong."""
+    endure_a_log_that_cannot_be_written()
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s  %(message)s", "%H:%M:%S")
     handler.setFormatter(_Json() if form == "json" else text)

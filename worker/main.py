@@ -187,6 +187,7 @@ def host_config(settings: WorkerSettings) -> HostConfig:
         bytes=settings.max_bytes_in_flight,
         load_timeout_s=settings.load_timeout_s,
         stall_timeout_s=settings.stall_timeout_s,
+        stall_token_s=settings.stall_token_s,
         # Every arithmetic library in there reads it; two that each take all cores ruin each other.
         env=thread_variables(settings.threads),
     )

@@ -56,6 +56,7 @@ class NativeEngine:
         self._changed = threading.Condition()
         self._figures: dict[str, float] = {}
         self._looked = 0.0
+        self._step_tokens = 0
 
     def load(self) -> Message:
         config = self._config
@@ -115,7 +116,12 @@ class NativeEngine:
 
     def figures(self) -> dict[str, float]:
         """Called at any time: what a watchdog goes by is as of now, the rest as of the last look."""
-        return {**self._figures, "running": float(len(self._rows)), "steps": float(self._engine.num_steps)}
+        return {
+            **self._figures,
+            "running": float(len(self._rows)),
+            "steps": float(self._engine.num_steps),
+            "step_tokens": float(self._step_tokens),
+        }
 
     def run(self) -> None:
         engine = self._engine
@@ -144,6 +150,7 @@ class NativeEngine:
         return [(request, []) for request in inbox] + [([], samples)]
 
     def _note(self, batch: Batch) -> None:
+        self._step_tokens = batch.num_tokens
         self._board.step.write(dict.fromkeys(self._rows[s.request.request_id].rid for s in batch.sequences))
 
     def _settle(self, completion: Completion) -> None:

@@ -37,6 +37,7 @@ from pagemill.jobs.status import JobStatus
 from pagemill.jobs.storage import Storage, open_storage
 from pagemill.jobs.submission import OtherJob, accept
 from pagemill.worker.embedded import embedded_redis, embedded_worker
+from pagemill.worker.logs import endure_a_log_that_cannot_be_written
 from pagemill.worker.models import resolve_model
 from pagemill.worker.settings import WorkerSettings
 
@@ -248,6 +249,7 @@ def _read(place: Path) -> dict[str, Any] | None:
 
 def _log_to(path: Path) -> None:
     """The worker's log goes to a file: on the terminal it would tear the progress bar."""
+    endure_a_log_that_cannot_be_written()
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s  %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

@@ -7,6 +7,9 @@ This room may not know how the run was done.
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,7 +63,7 @@ def print_outcome(outcome: Outcome, *, rows: bool) -> None:
             "errors": ", ".join(f"{code} {count:,}" for code, count in manifest.get("errors", {}).items()),
             "tokens": render.tokens_text(status),
             "speed": f"{speed:,.1f} tokens/s out, {render.span(outcome.seconds)} in all" if speed else "",
-            "parquet": f"{len(parts)} files in {_place(outcome, layout.parts(status.job))}" if parts else "",
+            "parquet": f"{_files(parts)} in {_place(outcome, layout.parts(status.job))}" if parts else "",
             "manifest": _place(outcome, layout.manifest(status.job)),
         },
         {"state": render.COLOURS.get(status.state, ""), "errors": "red"},
@@ -87,10 +90,26 @@ def _print_rows(outcome: Outcome) -> None:
 def _print_next(outcome: Outcome) -> None:
     job, store = outcome.status.job, shlex.quote(_shown(outcome.storage.url))
     print("\nNext:")
-    print(f"  pagemill results {job} --store {store} --format jsonl")
-    print(f"  pagemill results {job} --store {store} --format openai --output answers.jsonl")
+    pagemill, python = _program("pagemill"), _program("python")
+    print(f"  {pagemill} results {job} --store {store} --format jsonl")
+    print(f"  {pagemill} results {job} --store {store} --format openai --output answers.jsonl")
     program = f"from pagemill.jobs import SyncClient; print(SyncClient(store={_shown(outcome.storage.url)!r})"
-    print(f'  python -c "{program}.results({job!r}).table())"')
+    print(f'  {python} -c "{program}.results({job!r}).table())"')
+
+
+def _program(name: str) -> str:
+    """How a shell calls what is installed beside this Python: by name, where its PATH leads there, else by
+    place."""
+    beside = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not beside.exists() or (found is not None and Path(found).parent.resolve() == beside.parent.resolve()):
+        return name
+    # Never resolved: a virtual environment's Python is a link, and what it points to lacks our libraries.
+    return shlex.quote(_near(beside))
+
+
+def _files(parts: Sequence[object]) -> str:
+    return "1 file" if len(parts) == 1 else f"{len(parts):,} files"
 
 
 def _manifest(outcome: Outcome) -> dict[str, Any]:
@@ -112,7 +131,10 @@ def _shown(url: str) -> str:
     """A folder as a path, relative where it lies below the working directory; any other store as it is."""
     if not url.startswith("file://"):
         return url
-    path = Path(unquote(urlsplit(url).path))
+    return _near(Path(unquote(urlsplit(url).path)))
+
+
+def _near(path: Path) -> str:
     try:
         return str(path.relative_to(Path.cwd()))
     except (ValueError, OSError):

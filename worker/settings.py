@@ -52,7 +52,12 @@ class WorkerSettings(ClientSettings):
     )
 
     load_timeout_s: float = Field(1800.0, gt=0, description="longest load of a model")
-    stall_timeout_s: float = Field(900.0, gt=0, description="an engine step that takes longer is a hang")
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="an engine step that takes longer is a hang, and …"
+    )
+    stall_token_s: float | None = Field(
+        None, ge=0, description="… so much longer a token in it; by default 1 on a CPU, 0.02 on a GPU"
+    )
     redis_patience_s: float = Field(60.0, ge=0, description="how long one call waits for Redis to come back")
     metrics_port: int | None = Field(
         None, ge=0, le=65535, description="Prometheus figures on this loopback port"

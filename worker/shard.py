@@ -28,16 +28,27 @@ from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import LeaseLost
 from pagemill.jobs.status import StopReason, Totals
 from pagemill.jobs.storage import read_json
+from pagemill.worker.blame import DEATHS_ALONE
+from pagemill.worker.engine_host import CANARY
+from pagemill.worker.isolation import Isolation
 from pagemill.worker.lease import Guard, Released
 from pagemill.worker.workshop import Workshop
 
 log = logging.getLogger("pagemill.worker")
 
 
-async def run_shard(shop: Workshop, guard: Guard, *, urgent: bool = False) -> None:
+POISON = {
+    "status": "failed",
+    "error_code": "poison_row",
+    "error_message": f"The whole worker died while running this row alone, {DEATHS_ALONE} times.",
+}
+
+
+async def run_shard(shop: Workshop, guard: Guard, *, urgent: bool = False, isolated: bool = False) -> None:
     """Take a leased shard to its commit record. Raises Released when it is not ours to finish.
 
     urgent: its rows go before others that wait in the engine, since nobody works on this job yet.
+    isolated: its rows may kill the worker, and go in small groups that are written down first.
     """
     job, shard = guard.lease.job, guard.lease.shard
     assert shard is not None
@@ -48,7 +59,7 @@ async def run_shard(shop: Workshop, guard: Guard, *, urgent: bool = False) -> No
         spec, plan = await shop.spec(guard), await shop.plan(guard)
         entry = next(entry for entry in plan["shards"] if entry["shard"] == shard)
         rows = await shop.insist(guard, lambda: read_shard(shop.storage, entry))
-        record = await ShardRun(shop, guard, spec, entry, rows, urgent).run()
+        record = await ShardRun(shop, guard, spec, entry, rows, urgent, isolated).run()
     await shop.state.committed(job, shard, record)
 
 
@@ -81,6 +92,7 @@ class ShardRun:
         entry: dict[str, Any],
         rows: list[Row],
         urgent: bool,
+        isolated: bool,
     ) -> None:
         self._shop, self._guard, self._spec, self._entry = shop, guard, spec, entry
         self._rows = {row.row_index: row for row in rows}
@@ -90,6 +102,7 @@ class ShardRun:
         self._finished: list[ResultRow] = []
         self._oldest = 0.0  # when the oldest of them finished
         self._seq = 0
+        self._isolated = isolated
         self._news = asyncio.Event()
         # Twice the priority, so that one step of urgency fits between two priorities.
         self._priority = 2 * spec.priority + urgent
@@ -99,7 +112,7 @@ class ShardRun:
         await self._take_over()
         while True:
             try:
-                await self._compute()
+                await (self._compute_in_groups() if self._isolated else self._compute())
                 return await self._commit()
             except Released:
                 if self._guard.leaving and not self._guard.lost:
@@ -123,6 +136,53 @@ class ShardRun:
             self._shop.engine.abort([self._rid(row_index) for row_index in self._down])
             self._count_running(-len(self._down))
             self._down.clear()
+
+    async def _compute_in_groups(self) -> None:
+        """The same for a shard that kills workers; what is known of it outlives this one (isolation.py)."""
+        state, lease = self._shop.state, self._guard.lease
+        text, died_under = await state.trial(lease.job, lease.task)
+        known = Isolation.load(text)
+        if died_under not in ("", lease.fence) and (poison := known.mourn(self._left)) is not None:
+            log.error("row %d of %s is poison: workers died with it alone", poison, lease.job)
+            self._settle(self._left[poison], POISON)
+            await self._seal()
+        while self._left and self._guard.stop is None:
+            group = known.next(self._left)
+            if known.wants_canary:
+                await self._canary()
+            await self._note(known, trying=True)
+            rest = self._left
+            self._left = {row_index: rest.pop(row_index) for row_index in group}
+            try:
+                await self._compute()
+                await self._seal()
+            finally:
+                self._left.update(rest)
+        await self._note(known, trying=False)
+
+    async def _note(self, known: Isolation, *, trying: bool) -> None:
+        lease = self._guard.lease
+        try:
+            await self._shop.state.note_trial(lease.job, lease.task, lease.fence, known.dump(), trying=trying)
+        except LeaseLost:
+            self._guard.lose()
+            raise Released from None
+
+    async def _canary(self) -> None:
+        """A row known to be good goes through, or this machine is no judge of others."""
+        answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        rid = f"{self._rid(0)}/canary"
+        await self._shop.engine.submit(rid, CANARY["row"], answer.set_result)
+        gone = asyncio.create_task(self._guard.gone.wait())
+        ends: set[asyncio.Future[Any]] = {answer, gone}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            self._shop.engine.abort([rid])
+        self._guard.check()
+        if answer.result()["status"] != "completed":
+            raise ModelError("The engine fails on a row that is known to be good.")
 
     def _rid(self, row_index: int) -> str:
         """Carries the fence, so that a row of this lease is never taken for one of another."""
@@ -162,9 +222,13 @@ class ShardRun:
             self._count_running(1)
 
     def _take(self, row: Row, message: Mapping[str, Any]) -> None:
-        """A completion, in the event loop. Whatever it holds, the row has a result."""
+        """A completion, in the event loop."""
         self._down.discard(row.row_index)
         self._count_running(-1)
+        self._settle(row, message)
+
+    def _settle(self, row: Row, message: Mapping[str, Any]) -> None:
+        """Whatever the message holds, the row has a result."""
         try:
             result = result_row(row, message, self._spec.model, self._guard.lease.attempt)
         except (ValueError, KeyError, TypeError) as error:
@@ -298,7 +362,9 @@ def result_row(row: Row, message: Mapping[str, Any], model: str, attempt: int) -
         "metadata": None if row.metadata is None else to_json(row.metadata),
     }
     if message["status"] == "failed":
-        code, what = message["error_code"], message["error_message"]
+        code, what = message["error_code"], str(message["error_message"])
+        if row.line is not None and not what.startswith("line "):  # the engine knows no files
+            what = f"line {row.line}: {what}"
         return ResultRow(**common, status="failed", error_code=code, error_message=what)
     if message["status"] != "completed":
         raise ValueError(f"status {message['status']}")

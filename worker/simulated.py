@@ -5,7 +5,10 @@ alone (its prompt, seed and parameters), so that a row computed twice gives the 
 promises. Prompts that hold a marker misbehave on purpose:
 
     <<crash>>     the process is killed while the row is in a step
+    <<kill>>      so is the worker, just before
     <<hang>>      the step never ends
+    <<stall:MS>>  the step takes that long, once
+    <<compile:MS>>  so, and the engine says that it compiles
     <<fail>>      the row ends with numeric_error
     <<slow:MS>>   the row takes that many milliseconds more
 """
@@ -28,6 +31,7 @@ from pagemill.worker.wire import Board
 
 Message = dict[str, Any]
 _SLOW = re.compile(r"<<slow:(\d+)>>")
+_STALL = re.compile(r"<<(stall|compile):(\d+)>>")
 
 
 @dataclass(slots=True)
@@ -35,6 +39,7 @@ class _Running:
     message: Message
     started: float
     due: float
+    stalled: bool = False
 
 
 class SimulatedEngine:
@@ -134,19 +139,29 @@ class SimulatedEngine:
             return
         self._board.step.write(self._running)
         self._figures["steps"] += 1
+        self._figures["step_tokens"] = sum(
+            _tokens(_prompt(row.message["row"])) for row in self._running.values()
+        )
         if self._die_after and self._figures["steps"] > self._die_after:
             os.kill(os.getpid(), signal.SIGKILL)
         for row in self._running.values():
             prompt = _prompt(row.message["row"])
-            if "<<crash>>" in prompt:
+            if "<<kill>>" in prompt:
+                os.kill(os.getppid(), signal.SIGKILL)
+            if "<<crash>>" in prompt or "<<kill>>" in prompt:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if (stall := _STALL.search(prompt)) is not None and not row.stalled:
+                row.stalled = True
+                self._figures["compiling"] = float(stall[1] == "compile")
+                time.sleep(int(stall[2]) / 1000)
+                self._figures["compiling"] = 0.0
             if "<<hang>>" in prompt:
                 time.sleep(1e9)
 
     def _answer(self, row: _Running, now: float) -> Message:
         spec, rid = row.message["row"], row.message["rid"]
         prompt = _prompt(spec)
-        used = {"prompt_tokens": 1 + len(prompt) // 4, "cached_tokens": 0}
+        used = {"prompt_tokens": _tokens(prompt), "cached_tokens": 0}
         if "<<fail>>" in prompt:
             return {
                 "rid": rid,
@@ -156,7 +171,7 @@ class SimulatedEngine:
             }
         count = spec["params"].get("n", 1)
         texts = [made_up_text(prompt, spec["seed"], sample, self._chars) for sample in range(count)]
-        tokens = sum(1 + len(text) // 4 for text in texts)
+        tokens = sum(map(_tokens, texts))
         self._figures["prompt_tokens"] += used["prompt_tokens"]
         self._figures["generated_tokens"] += tokens
         return {
@@ -169,6 +184,10 @@ class SimulatedEngine:
             "first_token_ms": round((now - row.started) * 1000, 3),
             "total_ms": round((now - row.started) * 1000, 3),
         }
+
+
+def _tokens(text: str) -> int:
+    return 1 + len(text) // 4
 
 
 def _prompt(row: Mapping[str, Any]) -> str:

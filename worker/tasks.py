@@ -24,6 +24,7 @@ from pagemill.jobs.state import LeaseLost, new_nonce
 from pagemill.jobs.status import KINDS, Kind, Lease
 from pagemill.jobs.storage import Storage, read_json
 from pagemill.worker.engine_host import EngineInfo
+from pagemill.worker.isolation import needs_isolation
 from pagemill.worker.lease import Guard, Released
 from pagemill.worker.shard import run_shard
 from pagemill.worker.workshop import Workshop
@@ -43,6 +44,7 @@ NEEDS_NO_ENGINE: tuple[Kind, ...] = ("finalize", "plan")
 class _Slot:
     guard: Guard
     extra: bool
+    isolated: bool
 
     @property
     def lease(self) -> Lease:
@@ -68,7 +70,7 @@ class Leasing:
     @property
     def full(self) -> bool:
         """Whether a ticket would be wasted on this worker."""
-        return self._leaving or self._ordinary() >= self._shop.settings.slots
+        return self._leaving or self._ordinary() >= self._shop.settings.slots or self._isolating()
 
     def wake(self) -> None:
         self._wake.set()
@@ -111,9 +113,12 @@ class Leasing:
     def _ordinary(self) -> int:
         return sum(not slot.extra for slot in self._tasks.values())
 
+    def _isolating(self) -> bool:
+        return any(slot.isolated for slot in self._tasks.values())
+
     async def _fill(self) -> None:
-        """Lease until no slot is free or nothing is runnable."""
-        while not self._leaving:
+        """Lease until no slot is free or nothing is runnable. Nothing goes beside a shard in isolation."""
+        while not self._leaving and not self._isolating():
             starved_only = self._ordinary() >= self._shop.settings.slots
             if starved_only and any(slot.extra for slot in self._tasks.values()):
                 return
@@ -138,7 +143,7 @@ class Leasing:
     def _begin(self, lease: Lease, *, extra: bool) -> None:
         log.info("%s of %s leased (attempt %d)", lease.task, lease.job, lease.attempt)
         self._shop.figures.leases.labels(lease.kind).inc()
-        slot = _Slot(self._shop.heartbeat.hold(lease), extra)
+        slot = _Slot(self._shop.heartbeat.hold(lease), extra, needs_isolation(lease))
         if self._leaving:
             slot.guard.leave()
         task = asyncio.create_task(self._run(slot), name=f"{lease.task} of {lease.job}")
@@ -184,10 +189,23 @@ class Leasing:
 
     async def _do(self, slot: _Slot) -> None:
         guard, lease = slot.guard, slot.lease
+        if slot.isolated:
+            await self._until_alone(slot)
         if lease.kind == "shard" and lease.stop is None:
-            await run_shard(self._shop, guard, urgent=slot.extra)
+            await run_shard(self._shop, guard, urgent=slot.extra, isolated=slot.isolated)
         else:
             await self._settle(guard)
+
+    async def _until_alone(self, slot: _Slot) -> None:
+        """Nobody else's rows may die with this shard's, nor be taken for what killed them."""
+        log.warning("%s of %s has lost its workers: it runs alone", slot.lease.task, slot.lease.job)
+        changed = asyncio.create_task(slot.guard.changed.wait())
+        try:
+            while others := [task for task, other in self._tasks.items() if other is not slot]:
+                slot.guard.check()
+                await asyncio.wait([changed, *others], timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
 
     async def _settle(self, guard: Guard) -> None:
         """Plan, finalize, or a shard of a stopped job: what needs no engine. Ends when the lease is lost."""

@@ -12,6 +12,7 @@ if TERMINAL[state] or not account(root, shard, numbers(5, 5)) then return { 'ref
 forget(root, 'shard:' .. shard)
 redis.call('HSET', root .. ':parts', shard, ARGV[4])
 redis.call('HDEL', root .. ':strikes', 'shard:' .. shard)
+redis.call('HDEL', root .. ':trials', 'shard:' .. shard, 'shard:' .. shard .. '/trying')
 redis.call('DEL', root .. ':segments:' .. shard)
 local done = redis.call('HINCRBY', root, 'shards_done', 1)
 unblock(root)

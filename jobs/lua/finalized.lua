@@ -15,7 +15,7 @@ touch(root, now, 'total', ARGV[4], 'completed', ARGV[5], 'failed', ARGV[6], 'pro
 retire(job)
 -- Segments of shards whose commit this state never heard of (it was restored from an older copy, say).
 for _, shard in ipairs(redis.call('HKEYS', root .. ':ledger')) do redis.call('DEL', root .. ':segments:' .. shard) end
-for _, key in ipairs({ 'pending', 'leases', 'holders', 'fences', 'attempts', 'strikes', 'ledger', 'running' }) do
+for _, key in ipairs({ 'pending', 'leases', 'holders', 'fences', 'attempts', 'strikes', 'trials', 'ledger', 'running' }) do
   redis.call('DEL', root .. ':' .. key)
 end
 local retention = tonumber(get(meta, 'retention'))

@@ -6,6 +6,7 @@ if not held(root, task, ARGV[4]) then return { 'lost', get(root, 'state') } end
 forget(root, task)
 redis.call('ZADD', root .. ':pending', place_of(task), task)
 redis.call('HINCRBY', root .. ':attempts', task, -1)
+redis.call('HDEL', root .. ':trials', task .. '/trying')
 event(root, 'released', 'task', task)
 index(job)
 return { 'ok', get(root, 'state') }

@@ -260,7 +260,9 @@ def test_a_bad_parameter_is_an_error_of_its_row(broken: dict[str, object]) -> No
 
 @pytest.mark.parametrize("bad_prompt", [[], [-1], [5000]])
 def test_a_prompt_that_is_none_is_an_error_of_its_row(bad_prompt: list[int]) -> None:
-    assert run_all(fake_engine(), [request("bad", bad_prompt)])["bad"].error_code == "invalid_request"
+    done = run_all(fake_engine(), [request("bad", bad_prompt)])["bad"]
+    assert done.error_code == "invalid_request"
+    assert all(str(token) in (done.error_message or "") for token in bad_prompt)
 
 
 def scripted(tokens: list[int], length: int) -> FakeRunner:

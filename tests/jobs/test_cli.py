@@ -432,6 +432,16 @@ def test_ctrl_c_while_libraries_load_is_no_traceback() -> None:
     assert (process.returncode, err) == (130, "pagemill: Interrupted.\n")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_lead_nowhere(closed: str) -> None:
+    program = f'"{sys.executable}" -c "import sys; from pagemill.jobs.cli import main; sys.exit(main())"'
+    done = subprocess.run(
+        ["sh", "-c", f"{program} --version {closed}"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
 def test_ctrl_c_while_a_command_begins_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -517,3 +527,19 @@ def test_a_floor_that_does_not_load_leaves_a_command_that_says_so(monkeypatch: p
     assert command.callback is not None
     with pytest.raises(UsageError, match=r"pagemill\[worker\]"):
         command.callback()
+
+
+def test_a_job_is_deleted_and_its_failed_rows_are_not_lost(
+    run: Run, prompts: Path, model: str, store: Path
+) -> None:
+    job = submitted(run, prompts, model)
+    refused = run("delete", job)
+    assert (refused.code, "cancel it first" in refused.err) == (4, True)
+    assert run("retry-failed", job).code == 4
+    assert run("cancel", job).code == 0
+    empty = run("retry-failed", job)
+    assert (empty.code, "no failed rows" in empty.err) == (2, True), "it was stopped before its plan"
+    assert run("delete", job).out == f"{job} is deleted.\n"
+    assert json.loads(run("delete", job, "--json").out) == {"job": job, "deleted": True}
+    assert run("status", job).code == 3
+    assert run("delete", submitted(run, prompts, model), "--force").code == 0

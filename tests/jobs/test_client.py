@@ -276,6 +276,11 @@ async def test_pace_and_time_do_not_make_another_job(client: Client, model: str)
     assert again.existed
 
 
+async def test_an_empty_idempotency_key_is_refused(client: Client, model: str) -> None:
+    with pytest.raises(UsageError, match="key is empty"):
+        await client.submit(["a"], model=model, idempotency_key="")
+
+
 async def test_an_idempotency_key_names_the_job(client: Client, model: str) -> None:
     key = f"order 7/ü {unique('k')}"
     first = await client.submit(["a"], model=model, idempotency_key=key)

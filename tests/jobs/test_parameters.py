@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill.jobs.parameters import NOTHING, READERS, Refusal, check_together, read_parameters, shown
+from pagemill.jobs.parameters import (
+    MAX_SAMPLES,
+    NOTHING,
+    READERS,
+    Refusal,
+    check_together,
+    read_parameters,
+    shown,
+)
 
 
 def refused(raw: dict[str, Any]) -> Refusal:
@@ -144,6 +152,14 @@ def test_every_parameter_of_the_documentation_is_read() -> None:
         "top_logprobs",
         "truncate_prompt_tokens",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [("max_tokens", 10**18, 2**31 - 1), ("seed", 2**64, 2**63 - 1), ("n", 10**6, MAX_SAMPLES)],
+)
+def test_a_number_that_is_too_large_is_told_the_limit(name: str, value: int, limit: int) -> None:
+    assert f"`{name}` must be {limit} or less" in str(refused({name: value}))
 
 
 @pytest.mark.parametrize("name", sorted(READERS) + sorted(NOTHING))

@@ -132,9 +132,25 @@ async def test_patience_ends_in_one_sentence_without_the_password(nowhere: Redis
     with pytest.raises(RedisUnavailable) as caught:
         await Scripts(nowhere, patience_s=0.1).call("status", "k", "p", 1)
     text = str(caught.value)
-    assert text.startswith("Redis at 127.0.0.1:1 does not answer: ")
+    assert text.startswith("Redis at 127.0.0.1:1 does not answer (")
+    assert "PAGEMILL_REDIS_URL" in text
     assert text.count("\n") == 0
     assert "secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ResponseError("MISCONF Errors writing to the AOF file"), "free space"),
+        (ResponseError("OOM command not allowed"), "more memory"),
+        (ReadOnlyError("You can't write against a read only replica."), "name the primary"),
+        (ResponseError("LOADING Redis is loading the dataset in memory"), "in a moment"),
+        (ConnectionError("refused"), "start it"),
+    ],
+)
+async def test_what_did_not_pass_says_how_to_mend_it(state: State, error: Exception, said: str) -> None:
+    with pytest.raises(RedisUnavailable, match=said):
+        await Scripts(state.redis, patience_s=0).patiently(Fails(error, error))
 
 
 async def test_connecting_to_nothing_fails_at_once_when_there_is_no_patience(tmp_path: Path) -> None:
@@ -143,7 +159,7 @@ async def test_connecting_to_nothing_fails_at_once_when_there_is_no_patience(tmp
         await State.connect(f"unix://{socket}", patience_s=0)
 
 
-@pytest.mark.parametrize("url", ["http://x", "nonsense", "redis://host:port/0"])
+@pytest.mark.parametrize("url", ["http://x", "nonsense", "redis://host:port/0", "redis://host/0?foo=1"])
 async def test_what_is_no_redis_url_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(RedisUnavailable, match="is not a Redis address"):
         await State.connect(url)
@@ -152,6 +168,12 @@ async def test_what_is_no_redis_url_is_refused_without_its_password(url: str) ->
 async def test_a_wrong_password_is_not_tried_again(state: State) -> None:
     attempt = Fails(AuthenticationError("WRONGPASS invalid username-password pair"))
     with pytest.raises(RedisUnavailable, match="user and password"):
+        await Scripts(state.redis, patience_s=60).patiently(attempt)
+
+
+async def test_a_database_that_is_not_there_is_one_sentence(state: State) -> None:
+    attempt = Fails(ResponseError("DB index is out of range"))
+    with pytest.raises(RedisUnavailable, match="no such database"):
         await Scripts(state.redis, patience_s=60).patiently(attempt)
 
 

@@ -90,6 +90,7 @@ def test_every_field_is_known_to_matter_or_not() -> None:
         "expires_at",
         "retention_s",
         "idempotency_key",
+        "retry_of",
         "shard_tokens",
         "shard_rows",
         "input",

@@ -24,7 +24,12 @@ async def start_host() -> AsyncIterator[StartHost]:
     hosts: list[EngineHost] = []
 
     async def start(
-        *, rows: int = 64, size: int = 1 << 20, stall_timeout_s: float = 60, **sim: Any
+        *,
+        rows: int = 64,
+        size: int = 1 << 20,
+        stall_timeout_s: float = 60,
+        stall_token_s: float | None = None,
+        **sim: Any,
     ) -> EngineHost:
         config = HostConfig(
             start={"engine": "simulated", "model": "sim", **sim},
@@ -32,6 +37,7 @@ async def start_host() -> AsyncIterator[StartHost]:
             bytes=size,
             load_timeout_s=20,
             stall_timeout_s=stall_timeout_s,
+            stall_token_s=stall_token_s,
         )
         hosts.append(EngineHost(config))
         await hosts[-1].start()

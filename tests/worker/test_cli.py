@@ -88,8 +88,9 @@ def rows_of(output: Path, job: str) -> list[Any]:
 
 
 def test_a_run_ends_with_a_table_and_the_next_is_told_that_it_ended(
-    start: Start, prompts: Path, tmp_path: Path
+    start: Start, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # nothing of ours
     output = tmp_path / "my out"
     code, out, err = ended(start("run", prompts, "--output", output))
     assert code == 0, err
@@ -100,7 +101,17 @@ def test_a_run_ends_with_a_table_and_the_next_is_told_that_it_ended(
     assert "invalid_json_line 1" in out
     assert "tokens/s" in out
     assert "my out/jobs/" in out
+    assert "2 files in" in out
     assert "--store 'my out'" in out
+    # What it says to do next works when copied.
+    following = [line.strip() for line in out[out.index("Next:") :].splitlines() if "--format jsonl" in line]
+    copied = subprocess.run(
+        ["/bin/sh", "-c", following[0]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert len(copied.stdout.splitlines()) == 3, copied.stderr
 
     code, out, err = ended(start("run", prompts, "--output", output, "--json", model="smollm2"))
     document = json.loads(out)
@@ -301,6 +312,9 @@ def test_a_worker_that_cannot_start_says_why(
     start: Start, redis_url: str, prompts: Path, tmp_path: Path
 ) -> None:
     here = {"store": tmp_path / "store", "redis_url": redis_url}
+    weightless = tmp_path / "model"
+    weightless.mkdir()
+    (weightless / "config.json").write_text('{"model_type": "llama"}')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         processes = {
@@ -309,6 +323,7 @@ def test_a_worker_that_cannot_start_says_why(
             ),
             (5, "file is where a folder"): start("worker", **here | {"store": prompts / "store"}),
             (2, "in use"): start("worker", "--metrics-port", port, **here),
+            (7, "names no architecture"): start("worker", "--model", weightless, **here | {"engine": "native"}),
         }
         for (expected, said), process in processes.items():
             code, _, err = ended(process)

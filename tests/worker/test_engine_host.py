@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -163,6 +164,26 @@ async def test_a_child_that_is_busy_for_long_but_steps_is_no_hang(start_host: St
     assert host.health().restarts == 0
 
 
+@pytest.mark.parametrize("prompt", ["<<stall:1500>>" + "long " * 500, "<<compile:1500>>"])
+async def test_a_step_of_many_tokens_may_take_longer_and_compiling_takes_what_it_takes(
+    start_host: StartHost, monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    monkeypatch.setattr("pagemill.worker.engine_host.TICK_S", 0.1)
+    host, collected = await start_host(rows=4, stall_timeout_s=0.3, stall_token_s=0.01), Collected(1)
+    await host.submit("a", row(prompt), collected)
+    assert (await collected.all())["a"]["status"] == "completed"
+    assert host.health().restarts == 0
+
+
+async def test_a_short_step_that_takes_as_long_is_a_hang(
+    start_host: StartHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill.worker.engine_host.TICK_S", 0.1)
+    host, collected = await start_host(rows=4, stall_timeout_s=0.3, stall_token_s=0.01), Collected(1)
+    await host.submit("a", row("<<stall:600000>>"), collected)
+    assert (await collected.all())["a"]["error_code"] == "poison_row"
+
+
 async def test_a_model_that_does_not_load_is_one_sentence() -> None:
     start = {"engine": "native", "model": "m", "model_source": "/nowhere/at/all"}
     host = EngineHost(HostConfig(start=start))
@@ -200,7 +221,8 @@ async def test_an_engine_that_keeps_dying_idle_is_the_workers_end(start_host: St
         while not broken.done():
             pid = host.health().pid
             if pid is not None:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # the last kill has not been noticed yet
+                    os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
     with pytest.raises(ModelError, match="times in a row"):
         await broken

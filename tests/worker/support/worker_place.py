@@ -131,7 +131,7 @@ class Place:
         if not self.sim_log.exists():
             return Counter()
         rids = self.sim_log.read_text().split()
-        return Counter(int(rid.rpartition("/")[2]) for rid in rids if rid != "canary")
+        return Counter(int(rid.rpartition("/")[2]) for rid in rids if not rid.endswith("canary"))
 
 
 def end_all(place: Place) -> None:

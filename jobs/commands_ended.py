@@ -1,0 +1,78 @@
+"""Commands for jobs that have ended: delete, retry-failed.
+
+They join the program like those of other floors. This room may not know how a job is deleted or made.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pagemill.jobs import options, render
+from pagemill.jobs.commands import app, run_async
+from pagemill.jobs.failures import EXIT_CODES
+
+
+@app.command(epilog=EXIT_CODES)
+def delete(
+    job: options.JobId,
+    force: Annotated[bool, typer.Option("--force", help="Cancel it first if it runs.")] = False,
+    as_json: options.Json = False,
+    redis_url: options.RedisUrl = None,
+    store: options.Store = None,
+    s3_endpoint: options.Endpoint = None,
+    s3_region: options.Region = None,
+) -> None:
+    """Delete a job with its input and its results. Its id is not used again. Harmless to repeat."""
+
+    async def work() -> None:
+        async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
+            await client.delete(job, force=force)
+
+    run_async(work(), f"Interrupted. Job {job} may be half deleted: pagemill delete {job} goes on.")
+    if as_json:
+        render.print_json({"job": job, "deleted": True})
+    else:
+        print(f"{job} is deleted.")
+
+
+@app.command("retry-failed", epilog=EXIT_CODES)
+def retry_failed(
+    job: options.JobId,
+    code: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CODE",
+            help="Only rows with this error code, may be repeated; by default those that were not run, and "
+            "engine_error.",
+        ),
+    ] = None,
+    job_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Chosen by you: the same again is the same job.")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option(metavar="TIME", help="30m, 2h, 1d, or a moment with its zone.")
+    ] = None,
+    as_json: options.Json = False,
+    redis_url: options.RedisUrl = None,
+    store: options.Store = None,
+    s3_endpoint: options.Endpoint = None,
+    s3_region: options.Region = None,
+) -> None:
+    """Make a new job of the rows of an ended one that failed and may succeed; prints its id.
+
+    Rows keep their ids and seeds. Lines that are no requests fail again and are left out.
+    """
+    limit = options.deadline(deadline)
+
+    async def work() -> tuple[str, bool]:
+        async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
+            made = await client.retry_failed(job, codes=code, job_id=job_id, deadline=limit)
+            return made.id, made.existed
+
+    made, existed = run_async(work())
+    if as_json:
+        render.print_json({"job": made, "retry_of": job, "existed": existed})
+    else:
+        print(made)
