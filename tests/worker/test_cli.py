@@ -323,7 +323,9 @@ def test_a_worker_that_cannot_start_says_why(
             ),
             (5, "file is where a folder"): start("worker", **here | {"store": prompts / "store"}),
             (2, "in use"): start("worker", "--metrics-port", port, **here),
-            (7, "names no architecture"): start("worker", "--model", weightless, **here | {"engine": "native"}),
+            (7, "names no architecture"): start(
+                "worker", "--model", weightless, **here | {"engine": "native"}
+            ),
         }
         for (expected, said), process in processes.items():
             code, _, err = ended(process)
