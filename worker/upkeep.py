@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pagemill.jobs import tickets
 from pagemill.jobs.errors import PagemillError, ProtocolMismatch, StorageError
 from pagemill.jobs.script import connection
+from pagemill.jobs.settle import settle_job
 from pagemill.jobs.state import State
 from pagemill.jobs.status import WorkerInfo
 from pagemill.jobs.stopping import stop_job
@@ -41,6 +42,7 @@ class Upkeep:
         self._began = time.time()
         self._reported: set[str] = set()
         self._away = False
+        self._settling: dict[str, asyncio.Task[None]] = {}
         self._rate: deque[tuple[float, float]] = deque()
         self.phase, self.message = "starting", ""
 
@@ -71,6 +73,8 @@ class Upkeep:
 
     async def close(self) -> None:
         """Take the worker out of the registry and its figures out of the jobs."""
+        for task in self._settling.values():
+            task.cancel()
         try:
             async with asyncio.timeout(1.0):
                 for job in self._reported:
@@ -154,8 +158,21 @@ class Upkeep:
         try:
             outcome = await stop_job(self._state, self._shop.storage, job, "expired")
             log.info("%s is past its deadline and is %s", job, outcome.state)
+            status = await self._state.status(job)
+            workers = await self._state.workers()
+            if status is not None and not any(status.model in worker.models for worker in workers):
+                self._settling[job] = asyncio.create_task(self._settle(job, status.model))
         except StorageError as error:
             log.warning("%s is past its deadline, but the store refuses: %s", job, error)
+
+    async def _settle(self, job: str, model: str) -> None:
+        """End a stopped job whose model nobody serves: what is left of it needs no engine."""
+        try:
+            await settle_job(self._state, self._shop.storage, job, model)
+        except PagemillError as error:
+            log.warning("%s could not be ended: %s", job, error)
+        finally:
+            self._settling.pop(job, None)
 
 
 def _version() -> str:

@@ -172,17 +172,27 @@ async def test_a_poison_row_is_an_error_row_and_all_others_complete(place: Place
     assert {row.row_index: row.error_code for row in rows if row.error_code} == {13: "poison_row"}
 
 
+async def test_a_deadline_ends_a_job_that_nobody_serves(place: Place) -> None:
+    """By a worker of another model: what is left to do needs no engine."""
+    async with place.worker(), place.client() as client:
+        job = await client.submit(["a", "b"], model=f"not-{place.model}", deadline=timedelta(seconds=0.5))
+        status = await client.wait(job, timeout=20)
+    assert (status.state, status.total) == ("expired", 0)
+
+
 async def test_a_model_that_does_not_load_is_the_workers_fault(place: Place) -> None:
     async with place.client() as client:
-        job = await client.submit(["a"], model="absent")
-        settings = place.settings(model="/nowhere/absent", name="absent", engine="native")
+        job = await client.submit(["a"], model=place.model)
+        settings = place.settings(model="/nowhere/absent", name=place.model, engine="native")
         with pytest.raises(ModelError, match="There is no model at /nowhere/absent"):
             await run_worker(settings)
         status = await client.status(job)
         assert not status.terminal
         assert "model_load_error" in status.blocked_reason
         assert "/nowhere/absent" in status.blocked_reason
-        await client.cancel(job)
+        async with place.worker():  # somebody mended it
+            await whole(place, client, job, 1)
+        assert (await client.status(job)).blocked_reason == ""
 
 
 async def test_a_sick_engine_ends_the_worker_and_no_row(place: Place) -> None:
