@@ -100,12 +100,12 @@ async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] |
         log.info("worker %s leaves", settings.worker_id)
         upkeep.phase = "draining"
         await leasing.leave(LEAVE_S)
-        await _cancelled(ending)
+        await cancelled(ending)
         await upkeep.close()
         await ticketing.close()
 
 
-async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Returns when all of them have ended.
 
     Asked more than once: on Python 3.11 `asyncio.wait_for` loses a cancel that arrives together with what it

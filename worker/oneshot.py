@@ -38,6 +38,7 @@ from pagemill.jobs.storage import Storage, open_storage
 from pagemill.jobs.submission import OtherJob, accept
 from pagemill.worker.embedded import embedded_redis, embedded_worker
 from pagemill.worker.logs import endure_a_log_that_cannot_be_written
+from pagemill.worker.main import cancelled
 from pagemill.worker.models import resolve_model
 from pagemill.worker.settings import WorkerSettings
 
@@ -153,8 +154,7 @@ async def _work(settings: WorkerSettings) -> None:
 
 async def _ended(*tasks: asyncio.Task[Any]) -> None:
     """All of them, cancelled where they still run; their errors are not asked for."""
-    for task in tasks:
-        task.cancel()
+    await cancelled(tasks)
     await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 from worker_place import Place, eventually
 
 from pagemill.jobs import tickets
+from pagemill.worker.main import cancelled
 from pagemill.worker.ticketing import Ticketing
 
 
@@ -39,8 +40,7 @@ async def test_a_ticket_wakes_and_leaves_nothing_behind(place: Place) -> None:
                     break
                 await asyncio.sleep(0.05)
     finally:
-        running.cancel()
-        await asyncio.wait([running])
+        await cancelled([running])
         await ticketing.close()
         await redis.aclose()
 
@@ -57,9 +57,7 @@ async def test_a_full_worker_leaves_tickets_to_others(place: Place) -> None:
             await eventually(lambda count=count: idle.woken >= count)  # type: ignore[misc]
         assert busy.woken == 0
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
+        await cancelled(running)
         for ticketing in several:
             await ticketing.close()
         await redis.aclose()
@@ -83,6 +81,5 @@ async def test_it_takes_tickets_again_after_redis_was_away(redis_server: Any, tm
         await redis.aclose()
         assert not running.done()
     finally:
-        running.cancel()
-        await asyncio.wait([running])
+        await cancelled([running])
         await ticketing.close()
