@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,6 +35,8 @@ from pagemill.jobs.stopping import stop_that_counts
 from pagemill.jobs.storage import Storage, decide, read_json
 
 HOLD_MS: Final = 30_000
+SECOND: Final = 1_000_000
+"""Added to the number of a segment whose number another one has; no holder ever gets that far."""
 AT_ONCE: Final = 16
 """Objects read at the same time: a commit record is a round trip to the store, and there may be thousands."""
 _COUNTED: Final = ["row_index", "status", "prompt_tokens", "completion_tokens", "cached_tokens"]
@@ -167,11 +170,21 @@ async def _tell_segments(state: State, storage: Storage, job: str, token: str, c
 
     async def tell(shard: int) -> None:
         counted = _Counted()
-        for segment in await asyncio.to_thread(list_segments, storage, job, shard):
+        for segment in _numbered(await asyncio.to_thread(list_segments, storage, job, shard)):
             totals = await asyncio.to_thread(counted.add, storage, segment)
             await state.reseal(job, shard, segment["fence"], segment["seq"], segment, totals, token=token)
 
     await _each(tell, await asyncio.to_thread(names) - committed)
+
+
+def _numbered(segments: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each under a (fence, seq) of its own. Two objects share one where a holder put the first, heard
+    nothing, and put another with what had finished since."""
+    seen = Counter[tuple[str, int]]()
+    for segment in sorted(segments, key=lambda each: str(each["key"])):
+        name = segment["fence"], segment["seq"]
+        yield {**segment, "seq": segment["seq"] + SECOND * seen[name]}
+        seen[name] += 1
 
 
 @dataclass

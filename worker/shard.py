@@ -307,8 +307,10 @@ class ShardRun:
         lease = self._guard.lease
         if rows and lease.shard is not None:
             with suppress(StorageError):
+                # Past the number of one that may have been put just now, and not been recorded.
+                seq = self._seq + 1
                 await asyncio.to_thread(
-                    write_segment, self._shop.storage, lease.job, lease.shard, lease.fence, self._seq, rows
+                    write_segment, self._shop.storage, lease.job, lease.shard, lease.fence, seq, rows
                 )
 
     def _totals(self) -> Totals:

@@ -200,6 +200,20 @@ async def test_rows_that_two_holders_sealed_count_once(state: State, local_stora
     assert len(await state.segments(spec.job, 0)) == 2
 
 
+async def test_two_segments_of_one_number_both_count(state: State, local_storage: Storage) -> None:
+    """The holder put one, was not heard, and put another with what had finished since."""
+    spec = await submit(state, local_storage)
+    await work(state, local_storage, MODEL, tasks=1)
+    held = await taken(state)
+    _, rows = await rows_of(local_storage, held)
+    for row in rows[:2]:
+        write_segment(local_storage, spec.job, 0, held.fence, 0, [answered(row)])
+    await flush(state)
+    assert (await restore(state, local_storage, spec.job)).rebuilt
+    assert (await status(state, spec.job)).completed == 2
+    assert len(await state.segments(spec.job, 0)) == 2
+
+
 async def test_all_unfinished_jobs_of_a_store_are_restored(state: State, local_storage: Storage) -> None:
     finished = await submit(state, local_storage)
     await work(state, local_storage, MODEL)

@@ -18,7 +18,8 @@ ROWS = 160
 
 
 def prompts(count: int = ROWS) -> list[str]:
-    return [f"prompt {i}" for i in range(count)]
+    """The first one keeps its shard from being done before Redis forgets it."""
+    return ["<<slow:2000>>"] + [f"prompt {i}" for i in range(1, count)]
 
 
 async def some_done(client: Client, job: Job, least: int = 20) -> None:
@@ -147,7 +148,7 @@ async def test_a_worker_that_starts_finds_the_jobs_that_redis_lost(alone: Place)
 async def test_a_lost_job_is_found_by_a_worker_that_noticed_nothing(place: Place) -> None:
     """As after a failover: the registry is intact, and one job is gone."""
     async with place.worker(rescue_seconds=0.5), place.client() as client, place.state() as state:
-        late = await client.submit(["<<slow:1500>>", *prompts(3)], model=place.model)
+        late = await client.submit(prompts(4), model=place.model)
         keys = await state.redis.keys(f"{state.key(late.id)}*")
         await state.redis.delete(*keys)
         await back(client, late)
