@@ -11,26 +11,31 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagemill.engine.models.spec import DecoderSpec
 
 
 def convert(source: Path, folder: Path, dtype: str) -> None:
-    """Writes `folder`; raises ModelLoadError for a file that the engine can't read."""
+    """Writes `folder`; raises ModelLoadError for a file that can't be read or is of another family."""
     import torch
     from safetensors.torch import save_file
 
+    from pagemill.engine.errors import ModelLoadError
     from pagemill.engine.models.spec import DecoderSpec
     from pagemill.engine.weights.load import open_checkpoint
 
     checkpoint = open_checkpoint(source)
-    spec: DecoderSpec = checkpoint.spec
+    spec = checkpoint.spec
+    if not isinstance(spec, DecoderSpec) or spec.architecture != "LlamaForCausalLM":
+        raise ModelLoadError(f"{source} is {spec.architecture}; only LlamaForCausalLM is converted.")
     folder.mkdir(parents=True, exist_ok=True)
     kind = getattr(torch, dtype)
-    weights = {}
-    for name in _names(spec):
-        weight = checkpoint.files.read(checkpoint.name_of(name))
-        heads = checkpoint.interleaved_heads(name)
-        weights[name] = (_halves(weight, heads) if heads else weight).to(kind).contiguous()
+    weights = {
+        name: checkpoint.restore(name, checkpoint.files.read(checkpoint.name_of(name))).to(kind).contiguous()
+        for name in _names(spec)
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = _config(spec, dtype)
     config |= {f"{role}_token_id": index for role, index in _roles(source).items()}
@@ -38,7 +43,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     _save_tokenizer(source, folder, spec.context)
 
 
-def _names(spec: Any) -> list[str]:
+def _names(spec: DecoderSpec) -> list[str]:
     """transformers' names of a Llama's weights."""
     parts = [f"self_attn.{part}_proj" for part in "qkvo"]
     parts += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
@@ -47,15 +52,7 @@ def _names(spec: Any) -> list[str]:
     return names if spec.tied else [*names, "lm_head.weight"]
 
 
-def _halves(weight: Any, heads: int) -> Any:
-    """Rows of each head from llama.cpp's order, pairs side by side, to even ones first, then odd ones."""
-    import torch
-
-    rows = torch.arange(weight.shape[0]).view(heads, -1)
-    return weight[torch.cat([rows[:, 0::2], rows[:, 1::2]], 1).flatten()]
-
-
-def _config(spec: Any, dtype: str) -> dict[str, Any]:
+def _config(spec: DecoderSpec, dtype: str) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

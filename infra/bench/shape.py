@@ -55,10 +55,14 @@ class Shape:
 
 
 def shape_of(model: Path) -> Shape:
-    """Of a model on disk, from its header alone."""
+    """Of a model on disk, from its header; raises ModelLoadError where the engine has no family for it."""
+    from pagemill.engine.errors import ModelLoadError
+    from pagemill.engine.models.spec import DecoderSpec
     from pagemill.engine.weights.load import open_checkpoint
 
     spec = open_checkpoint(model).spec
+    if not isinstance(spec, DecoderSpec):
+        raise ModelLoadError(f"{model} runs through transformers; its products are not known here.")
     return Shape(
         spec.num_layers,
         spec.hidden_size,

@@ -16,13 +16,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from pagemill.engine.tokenizer import Tokenizer
+from pagemill.engine.weights.load import open_checkpoint
 
 BENCH = Path(__file__).parents[2] / "infra" / "bench"
 NAMES = (
     "compare",
     "contenders",
+    "convert",
     "engine",
     "limits",
     "measure",
@@ -148,8 +151,9 @@ def test_the_limit_counts_a_shared_prefix_once(bench: dict[str, ModuleType]) -> 
     assert work_of([*items(bench, (40, 1)), *items(bench, (40, 1), start=1)]).distinct == 80
 
 
-def test_the_known_limit_of_the_demo_model(bench: dict[str, ModuleType]) -> None:
+def test_the_known_limit_of_the_demo_model(bench: dict[str, ModuleType], model: Path) -> None:
     shape = bench["shape"].Shape()
+    assert bench["shape"].shape_of(model) == shape
     assert shape.layer_weights == 106_168_320
     assert shape.head_weights == 28_311_552
     assert 2 * shape.kv_numbers == 23_040  # bytes a token in bfloat16
@@ -255,6 +259,24 @@ def test_ours_are_set_against_the_best_of_the_others(bench: dict[str, ModuleType
     assert "mine / best float32 peer:  1.50x" in said
     assert "mine / best int8 peer:  0.80x" in said
     assert any(line.startswith("broken") and line.endswith("It fell over.") for line in said)
+
+
+# The model for others
+
+
+def test_the_converted_model_is_the_same(bench: dict[str, ModuleType], model: Path, tmp_path: Path) -> None:
+    bench["convert"].convert(model, tmp_path, "bfloat16")
+    ours, theirs = open_checkpoint(model), open_checkpoint(tmp_path)
+    assert bench["shape"].shape_of(tmp_path) == bench["shape"].shape_of(model)
+    assert {ours.name_of(name) for name in theirs.files.shapes} == set(ours.files.shapes)
+    for name in ("model.layers.3.self_attn.q_proj.weight", "model.layers.29.mlp.down_proj.weight"):
+        weight = ours.restore(name, ours.files.read(ours.name_of(name)))
+        assert torch.equal(theirs.files.read(name), weight.bfloat16())
+    # Digits one by one, which the file's own reader in transformers forgets, and the same chats.
+    tokenizer, other = Tokenizer.from_path(model), Tokenizer.from_path(tmp_path)
+    chat = bench["workloads"].chat("In 2024, 1,000 of them.")
+    assert other.render_chat(chat) == tokenizer.render_chat(chat)
+    assert other.eos_token_ids == tokenizer.eos_token_ids
 
 
 # Our engine
