@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone and with the residual sum in front of it (Zhang & Sennrich, 2019)."""
+"""Root-mean-square normalisation (Zhang & Sennrich, 2019)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     return scaled.to(weight.dtype).mul_(weight).to(x.dtype)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds x to `residual` in place and returns the norm of the sum."""
-    return rms_norm(residual.add_(x), weight, eps)

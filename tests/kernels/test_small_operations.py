@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from pagemill.kernels.activation import silu_mul
-from pagemill.kernels.norm import add_rms_norm, rms_norm
+from pagemill.kernels.norm import rms_norm
 from pagemill.kernels.rotary import apply_rope, rope_angles
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -20,14 +20,6 @@ def test_rms_norm_is_transformers(dtype: torch.dtype) -> None:
     x = (torch.randn(7, 96) * 30).to(dtype)
     with torch.no_grad():
         assert torch.equal(rms_norm(x.clone(), reference.weight, 1e-5), reference(x))
-
-
-def test_the_residual_grows_in_place() -> None:
-    weight, x, residual = torch.randn(32), torch.randn(5, 32), torch.randn(5, 32)
-    total = x + residual
-    normed = add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(residual, total)
-    assert torch.equal(normed, rms_norm(total, weight, 1e-6))
 
 
 def test_a_row_that_overflows_is_not_finite() -> None:
