@@ -15,7 +15,7 @@ from typing import Any
 from pagemill.engine.batch import Batch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine, build_engine
-from pagemill.engine.request import Completion, Request
+from pagemill.engine.request import Completion, Request, SamplingParams
 from pagemill.jobs.errors import RowFault
 from pagemill.jobs.row import Row
 from pagemill.worker.prepare import Limits, answer, failure, prepare
@@ -73,6 +73,7 @@ class NativeEngine:
                 threads=config["threads"],
             )
         )
+        _warm_up(self._engine)
         self._engine.before_step = self._note
         info = self._engine.model_info
         self._limits = Limits(info.context, info.generation_defaults)
@@ -169,3 +170,12 @@ class NativeEngine:
         self._looked = now
         figures = self._engine.metrics()
         self._figures = {name: float(getattr(figures, name)) for name in FIGURES}
+
+
+def _warm_up(engine: Engine) -> None:
+    """Two steps over one throw-away row: kernels are compiled at their first use, for seconds where the disk
+    does not hold them yet, and belong to loading. A watchdog would take the first row's step for a hang.
+    """
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    for _ in engine.run([Request("warm-up", (0, 0), sampling, cache_salt="warm-up")]):
+        pass

@@ -38,6 +38,14 @@ async def host(model: str) -> AsyncIterator[EngineHost]:
     await started.close()
 
 
+async def test_kernels_have_run_before_the_first_row_comes(host: EngineHost) -> None:
+    async with asyncio.timeout(10):
+        while not host.health().figures:
+            await asyncio.sleep(0.05)
+    assert host.health().figures["steps"] >= 2
+    assert host.health().figures["running"] == 0
+
+
 def row(prompt: str, **params: Any) -> dict[str, Any]:
     return {
         "row_index": 0,
