@@ -62,7 +62,28 @@ class Int8Linear:
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Adds the layer's output for x to `residual` [tokens, out] in place."""
-        residual.add_(self(x))
+        layer = self._multiply
+        if isinstance(layer, linear_int8_cpu.Layer) and layer.adds(residual) and residual.dtype == x.dtype:
+            layer.add_to(residual, x)
+        else:
+            residual.add_(self(x))
+
+    @staticmethod
+    def gated(
+        gate: Tensor, up: Tensor, bias: Tensor | None, *, route: str | None = None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """silu(x gate^T) * (x up^T) in one pass, bias [2 * out] the gate's first; None where that is not
+        compiled. route: as above."""
+        outputs, inputs = gate.shape
+        if inputs % linear_int8_cpu.MULTIPLE or outputs % linear_int8_cpu.PANEL:
+            return None
+        kind = route or fastest_route()
+        if kind not in linear_int8_cpu.kinds():
+            return None
+        whole = quantize_weight(torch.cat([gate, up]), bias)
+        return linear_int8_cpu.Layer(
+            kind, whole.values, whole.scales, whole.bias, block_of(inputs), gated=True
+        )
 
 
 def block_of(width: int) -> int:
@@ -75,15 +96,15 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
     As butterflies over ever larger distances; the compiled form does the same additions.
     """
-    rows = x.shape[0]
+    rows, width = x.shape
     x = x.float()
     distance = 1
     while distance < block:
-        pairs = x.reshape(rows, -1, 2, distance)
+        pairs = x.reshape(rows, width // (2 * distance), 2, distance)
         first, second = pairs.unbind(2)
         x = torch.stack([first + second, first - second], 2)
         distance *= 2
-    return x.reshape(rows, -1)
+    return x.reshape(rows, width)
 
 
 def quantize_weight(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:

@@ -26,8 +26,7 @@ _Words = ctypes.c_int64 * words.WORDS
 
 # The width of a layer must be a multiple of this: rows are handled in vectors of 16.
 MULTIPLE = 16
-# Rows that are multiplied with a panel in one go: as integers they fit a core's second-level cache.
-ROWS_AN_ITEM = 96
+PANEL = words.PANEL
 # Rows of a weight that are rounded in one go, to bound what memory that takes.
 ROWS_AT_ONCE = 4096
 # Panels a thread should find at least, and takes at once at most.
@@ -78,12 +77,19 @@ class Layer:
     kind: "words" multiplies 16-bit integers in pairs, which any CPU can, and holds weights in 8 bits all the
     same. "bytes" is for CPUs that multiply 8-bit integers in fours without saturating (VNNI).
     values: int8 [out, in]; scales, bias: float32 [out]; block: numbers that are rotated together.
+    gated: the weight is a gate's [out / 2, in] above the other half's, out / 2 a multiple of 16, and the
+    layer gives silu(first half) * second half.
     """
 
-    def __init__(self, kind: str, values: Tensor, scales: Tensor, bias: Tensor, block: int) -> None:
+    def __init__(
+        self, kind: str, values: Tensor, scales: Tensor, bias: Tensor, block: int, *, gated: bool = False
+    ) -> None:
         if block % MULTIPLE:
             raise ValueError(f"compiled int8 layers rotate {MULTIPLE} numbers or more, not {block}")
-        self.kind, self.out_features = kind, values.shape[0]
+        self.kind, self.gated = kind, gated
+        if gated:
+            values, scales, bias = (_in_turns(whole) for whole in (values, scales, bias))
+        self.out_features = values.shape[0] // (1 + gated)
         padding = -self.out_features % words.PANEL
         values = torch.nn.functional.pad(values, (0, 0, 0, padding))
         self.panels = _panels(values, words.TOGETHER[kind])
@@ -97,30 +103,50 @@ class Layer:
         """The part of the parameter block that does not change from call to call."""
         fixed = _Words()
         fixed[words.WIDTH], fixed[words.BLOCK] = inputs, block
-        fixed[words.PANELS], fixed[words.PANEL_LIST] = outputs // words.PANEL, self.panels.data_ptr()
+        fixed[words.PANELS] = outputs // words.PANEL // (1 + self.gated)
+        fixed[words.PANEL_LIST] = self.panels.data_ptr()
         fixed[words.SCALES], fixed[words.OFFSETS] = self.scales.data_ptr(), self.offsets.data_ptr()
         fixed[words.BIAS] = self.bias.data_ptr()
         fixed[words.VALUES_ROW] = inputs * words.BYTES[self.kind]
         return fixed
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, in] -> [tokens, out_features] in x's dtype."""
+        width = len(self.scales) // (1 + self.gated)
+        out = torch.empty(x.shape[0], width, dtype=x.dtype)
+        self._run(x, out, words.GATE if self.gated else words.STORE)
+        return out if width == self.out_features else out[:, : self.out_features].contiguous()
+
+    def adds(self, residual: Tensor) -> bool:
+        """Whether add_to can: outputs come in panels, and nothing may be added behind a row's end."""
+        return len(self.scales) == self.out_features and residual.stride(1) == 1
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """residual [tokens, out] += the layer's output for x; both of one dtype."""
+        self._run(x, residual, words.ADD)
+
+    def _run(self, x: Tensor, out: Tensor, into: int) -> None:
         rows, threads = x.shape[0], torch.get_num_threads()
-        out = torch.empty(rows, len(self.scales), dtype=x.dtype)
         if rows == 0:
-            return out[:, : self.out_features]
+            return
         if x.stride(1) != 1:
             x = x.contiguous()
         block = _Words.from_buffer_copy(self.words)
         scratch = _scratch(block, rows, threads)
         _take_rows(block, x)
-        block[words.OUT], block[words.OUT_ROW] = out.data_ptr(), len(self.scales) * x.element_size()
+        block[words.OUT], block[words.OUT_ROW] = out.data_ptr(), out.stride(0) * out.element_size()
+        block[words.INTO] = into
         items = _share_out(block, rows, threads)
         round_rows, multiply = _code(self.kind, x.dtype == torch.bfloat16)
         address = ctypes.addressof(block)
         cpu_threads.run(round_rows, address, min(threads, rows))
         cpu_threads.run(multiply, address, min(threads, items))
         del scratch
-        return out if len(self.scales) == self.out_features else out[:, : self.out_features].contiguous()
+
+
+def _in_turns(whole: Tensor) -> Tensor:
+    """The panels of two halves [out / 2, ...], one of the first and one of the second in turns."""
+    return torch.stack([half.unflatten(0, (-1, words.PANEL)) for half in whole.chunk(2)], 1).flatten(0, 2)
 
 
 def _panels(values: Tensor, together: int) -> Tensor:
@@ -138,16 +164,17 @@ def _take_rows(block: Words, x: Tensor) -> None:
 
 
 def _scratch(block: Words, rows: int, threads: int) -> Tensor:
-    """Memory for rotated rows and sums of each thread, for the scales of all rows and their integers."""
+    """Memory for each thread's rotated row, sums and gates, and for all rows' scales and integers."""
     mine = block[words.WIDTH] * 4 + words.LINE
     scales = -(-rows * 4 // words.LINE) * words.LINE
     integers = rows * block[words.VALUES_ROW]
-    size = threads * (mine + words.SUMS_BYTES) + scales + integers + words.LINE
+    size = threads * (mine + words.SUMS_BYTES + words.GATES_BYTES) + scales + integers + words.LINE
     memory = torch.empty(size, dtype=torch.uint8)
     start = -(-memory.data_ptr() // words.LINE) * words.LINE
     block[words.SCRATCH], block[words.SCRATCH_BYTES] = start, mine
     block[words.SUMS] = start + threads * mine
-    block[words.ROW_SCALES] = block[words.SUMS] + threads * words.SUMS_BYTES
+    block[words.GATES] = block[words.SUMS] + threads * words.SUMS_BYTES
+    block[words.ROW_SCALES] = block[words.GATES] + threads * words.GATES_BYTES
     block[words.VALUES] = block[words.ROW_SCALES] + scales
     return memory
 
@@ -156,7 +183,7 @@ def _share_out(block: Words, rows: int, threads: int) -> int:
     """Cuts the product into items of rows and panels; returns how many there are."""
     # Runs of like size, in whole register tiles.
     tiles = _parts(rows, words.WIDE_TILE_ROWS)
-    run = _parts(tiles, _parts(rows, ROWS_AN_ITEM)) * words.WIDE_TILE_ROWS
+    run = _parts(tiles, _parts(rows, words.ROWS_AN_ITEM)) * words.WIDE_TILE_ROWS
     runs = _parts(rows, run)
     panels = block[words.PANELS]
     together = max(1, min(PANELS_AN_ITEM, runs * panels // (ITEMS_A_THREAD * threads)))

@@ -25,8 +25,13 @@ from numba.extending import intrinsic
 from pagemill.kernels.cpu_compile import c_function, inner
 from pagemill.kernels.cpu_vector import LANES, Lanes, number, put, real, take, word
 from pagemill.kernels.linear_int8_cpu_words import (
+    ADD,
     BIAS,
     BLOCK,
+    GATE,
+    GATES,
+    GATES_BYTES,
+    INTO,
     ITEM,
     ITEM_PANELS,
     ITEM_ROWS,
@@ -46,6 +51,7 @@ from pagemill.kernels.linear_int8_cpu_words import (
     SCRATCH,
     SCRATCH_BYTES,
     SMALLEST_ROW,
+    STORE,
     SUMS,
     SUMS_BYTES,
     THREAD,
@@ -262,23 +268,33 @@ def _finish(
     scales: Any,
     offsets: Any,
     bias: Any,
+    into: Any,
+    gate: Any,
     out: Any,
 ) -> Any:
-    """out[16] = sums[16] * row scale * scales[16] + bias[16], in this order."""
+    """y[16] = sums[16] * row scale * scales[16] + bias[16], in this order, and then by `into` to out[16].
+
+    GATE reads the other half's outputs at `gate`.
+    """
     bf16, narrow = bool(number(half)), bool(number(as_bytes))
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        sums, row_scale, scales, offsets, bias, out = args[2:]
+        sums, row_scale, scales, offsets, bias, into, gate, out = args[2:]
         v = Lanes(b)
         total = b.load(v.pointer(sums, _VI), align=4)
         if narrow:
             total = b.add(total, b.load(v.pointer(offsets, _VI), align=4))
         row = b.load(v.pointer(row_scale, _F32), align=4)
         y = b.fmul(b.fmul(b.sitofp(total, _VF), v.splat(row)), v.load(scales))
-        v.store(b.fadd(y, v.load(bias)), out, bf16)
+        (result,) = v.variables([b.fadd(y, v.load(bias))])
+        with b.if_then(b.icmp_signed("==", into, _I64(ADD))):
+            b.store(b.fadd(v.load(out, bf16), b.load(result)), result)
+        with b.if_then(b.icmp_signed("==", into, _I64(GATE))):
+            b.store(b.fmul(v.silu(v.load(gate, bf16)), b.load(result)), result)
+        v.store(b.load(result), out, bf16)
         return context.get_dummy_value()
 
-    return types.void(half, as_bytes, *[types.int64] * 6), emit
+    return types.void(half, as_bytes, *[types.int64] * 8), emit
 
 
 def _round_rows(kind: int, half: int) -> Any:
@@ -321,7 +337,9 @@ def _tile(kind: int, half: int, count: int) -> Any:
     size = 2 if half else 4
     together = 4 if kind else 2
 
-    def tile(params: int, row: int, panel: int, weights: int, sums: int) -> None:
+    def tile(
+        params: int, row: int, panel: int, into: int, gates: int, out: int, out_row: int, sums: int
+    ) -> None:
         stride = word(params, VALUES_ROW)
         _multiply(
             kind,
@@ -329,46 +347,55 @@ def _tile(kind: int, half: int, count: int) -> Any:
             word(params, WIDTH) // together,
             word(params, VALUES) + row * stride,
             stride,
-            weights,
+            word(params, PANEL_LIST) + panel * word(params, WIDTH) * PANEL,
             sums,
         )
         scales = word(params, SCALES) + panel * PANEL * 4
         offsets, bias = word(params, OFFSETS) + panel * PANEL * 4, word(params, BIAS) + panel * PANEL * 4
-        out = word(params, OUT) + row * word(params, OUT_ROW) + panel * PANEL * size
         scale = word(params, ROW_SCALES) + row * 4
         for i in range(count):
-            at = sums + i * PANEL * 4
-            _finish(half, kind, at, scale + i * 4, scales, offsets, bias, out + i * word(params, OUT_ROW))
+            at, gate = sums + i * PANEL * 4, gates + i * PANEL * size
+            _finish(half, kind, at, scale + i * 4, scales, offsets, bias, into, gate, out + i * out_row)
 
     return inner(tile, kind, half, count)
 
 
 def _multiply_items(kind: int, half: int) -> Any:
     """A function that takes items and computes their outputs."""
+    size = 2 if half else 4
     most = WIDE_TILE_ROWS if _has("avx512bw") else TILE_ROWS
     large, six, four, two, one = (_tile(kind, half, count) for count in (most, 6, 4, 2, 1))
 
-    def compute_panel(params: int, row: int, end: int, panel: int, sums: int) -> None:
-        weights = word(params, PANEL_LIST) + panel * word(params, WIDTH) * PANEL
+    def compute_panel(
+        params: int, row: int, end: int, panel: int, into: int, gates: int, out: int, out_row: int, sums: int
+    ) -> None:
+        start = row
         while row + most <= end:
-            large(params, row, panel, weights, sums)
+            done = row - start
+            at = gates + done * PANEL * size
+            large(params, row, panel, into, at, out + done * out_row, out_row, sums)
             row += most
+        done = row - start
+        at = gates + done * PANEL * size
         if row + 6 <= end:
-            six(params, row, panel, weights, sums)
-            row += 6
+            six(params, row, panel, into, at, out + done * out_row, out_row, sums)
+            row, done, at = row + 6, done + 6, at + 6 * PANEL * size
         if row + 4 <= end:
-            four(params, row, panel, weights, sums)
-            row += 4
+            four(params, row, panel, into, at, out + done * out_row, out_row, sums)
+            row, done, at = row + 4, done + 4, at + 4 * PANEL * size
         if row + 2 <= end:
-            two(params, row, panel, weights, sums)
-            row += 2
+            two(params, row, panel, into, at, out + done * out_row, out_row, sums)
+            row, done, at = row + 2, done + 2, at + 2 * PANEL * size
         if row < end:
-            one(params, row, panel, weights, sums)
+            one(params, row, panel, into, at, out + done * out_row, out_row, sums)
 
     panel_of = inner(compute_panel, kind, half)
 
     def multiply_items(params: int) -> None:
-        sums = word(params, SUMS) + take(params + THREAD_2 * 8) * SUMS_BYTES
+        thread = take(params + THREAD_2 * 8)
+        sums = word(params, SUMS) + thread * SUMS_BYTES
+        gates = word(params, GATES) + thread * GATES_BYTES
+        into, out_row = word(params, INTO), word(params, OUT_ROW)
         item = take(params + ITEM * 8)
         while item < word(params, ITEMS):
             start = item // word(params, PARTS) * word(params, ITEM_ROWS)
@@ -376,7 +403,12 @@ def _multiply_items(kind: int, half: int) -> Any:
             first = item % word(params, PARTS) * word(params, ITEM_PANELS)
             last = min(first + word(params, ITEM_PANELS), word(params, PANELS))
             for panel in range(first, last):
-                panel_of(params, start, end, panel, sums)
+                out = word(params, OUT) + start * out_row + panel * PANEL * size
+                if into == GATE:
+                    panel_of(params, start, end, 2 * panel, STORE, gates, gates, PANEL * size, sums)
+                    panel_of(params, start, end, 2 * panel + 1, GATE, gates, out, out_row, sums)
+                else:
+                    panel_of(params, start, end, panel, into, gates, out, out_row, sums)
             item = take(params + ITEM * 8)
 
     return multiply_items

@@ -15,6 +15,14 @@ SUMS_BYTES = (WIDE_TILE_ROWS + 1) * LINE
 # A row whose numbers are all below this is zero: the inverse of its scale would overflow.
 SMALLEST_ROW = 1e-30
 
+# Rows of an item at most: as integers they fit a core's second-level cache.
+ROWS_AN_ITEM = 96
+# One thread's outputs of a gate's panel, until those of the other half come; and a line.
+GATES_BYTES = (ROWS_AN_ITEM + 1) * LINE
+
+# Where a layer's outputs go: out = y, out += y, out = silu(y of even panels) * (y of odd panels).
+STORE, ADD, GATE = 0, 1, 2
+
 # How many numbers of a row are multiplied and added by one instruction, and the bytes of each.
 TOGETHER = {"words": 2, "bytes": 4}
 BYTES = {"words": 2, "bytes": 1}
@@ -33,10 +41,11 @@ ROW, THREAD, ITEM, THREAD_2 = 0, 8, 16, 24
     SCRATCH,  # float32 [width] of a thread
     SCRATCH_BYTES,
     SUMS,  # int32 [rows of a tile, 16] of a thread
+    GATES,  # [rows of an item, 16] of a thread, as outputs are
     VALUES,  # the rows as integers, and bytes from row to row
     VALUES_ROW,
     ROW_SCALES,  # float32 [rows]
-    PANELS,  # how many panels of weights, and where
+    PANELS,  # how many panels of weights, two of a gated pair counted as one, and where
     PANEL_LIST,
     SCALES,  # float32 [panels * 16]
     OFFSETS,  # int32 [panels * 16]
@@ -45,5 +54,6 @@ ROW, THREAD, ITEM, THREAD_2 = 0, 8, 16, 24
     ITEM_ROWS,  # rows and panels of one
     ITEM_PANELS,
     PARTS,  # items to a run of rows
-) = range(32, 54)
+    INTO,  # STORE, ADD or GATE
+) = range(32, 56)
 WORDS = 56

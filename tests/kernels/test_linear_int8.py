@@ -50,6 +50,59 @@ def test_every_route_gives_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_with_a_residual_is_that_of_two_steps(kind: str, dtype: torch.dtype) -> None:
+    layer = Int8Linear(torch.randn(96, 64), torch.randn(96), route=kind)
+    for rows in (0, 1, 7, 100):
+        x, residual = torch.randn(rows, 64).to(dtype), torch.randn(rows, 3, 96).to(dtype)[:, 1]
+        expected = residual.float() + layer(x.float())
+        if dtype is torch.float32:
+            layer.add_to(residual, x)
+            assert torch.equal(residual, expected)
+        else:
+            layer.add_to(residual, x)
+            torch.testing.assert_close(residual, expected.to(dtype), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_gated_pair_is_its_two_layers(kind: str, dtype: torch.dtype, biased: bool) -> None:
+    gate, up, bias = torch.randn(48, 64), torch.randn(48, 64), torch.randn(96) if biased else None
+    pair = Int8Linear.gated(gate, up, bias, route=kind)
+    assert pair is not None
+    halves = bias.chunk(2) if biased and bias is not None else (None, None)
+    first, second = (Int8Linear(w, b, route="float") for w, b in zip((gate, up), halves, strict=True))
+    # Items hold at most 96 rows: both one item and several, and rows beside every size of tile.
+    for rows in (0, 1, 2, 4, 6, 13, 96, 97, 201):
+        x = torch.randn(rows, 64).to(dtype)
+        expected = F.silu(first(x).float()) * second(x.float())
+        torch.testing.assert_close(
+            pair(x).float(),
+            expected,
+            rtol=2e-6 if dtype is torch.float32 else 2**-6,
+            atol=1e-5 if dtype is torch.float32 else 2**-6,
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gated_pair_gives_a_row_the_same_bits_in_any_company(kind: str) -> None:
+    pair = Int8Linear.gated(torch.randn(32, 64), torch.randn(32, 64), None, route=kind)
+    assert pair is not None
+    x = torch.randn(130, 64)
+    x[7] = float("nan")
+    together = pair(x)
+    assert together[7].isnan().all()
+    for row in (0, 8, 95, 96, 129):
+        assert torch.equal(pair(x[row : row + 1])[0], together[row])
+
+
+def test_a_pair_that_does_not_come_in_panels_is_left_to_two_layers() -> None:
+    assert Int8Linear.gated(torch.randn(24, 64), torch.randn(24, 64), None) is None
+    assert Int8Linear.gated(torch.randn(32, 40), torch.randn(32, 40), None) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_long_runs_of_rows_and_strided_ones_are_right(kind: str) -> None:
     weight = torch.randn(48, 64)
     x = torch.randn(301, 3, 64)[:, 1]
