@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pagemill.engine.batch import Batch, Runner, StepResult
-from pagemill.engine.config import EngineConfig, ModelInfo, SchedulerConfig
+from pagemill.engine.config import (
+    DEFAULT_NUM_SEQS,
+    DEFAULT_NUM_TOKENS,
+    EngineConfig,
+    ModelInfo,
+    SchedulerConfig,
+)
 from pagemill.engine.detokenize import PartialText
 from pagemill.engine.finish import ending, refusal, text_token_ids
 from pagemill.engine.metrics import EngineMetrics, Meter
@@ -25,10 +31,6 @@ if TYPE_CHECKING:
     from pagemill.engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-# Without a word from the caller: steps that a CPU finishes in a fraction of a second.
-DEFAULT_NUM_TOKENS = 512
-DEFAULT_NUM_SEQS = 64
 
 
 class Engine:

@@ -1,4 +1,4 @@
-"""The worker's commands of `pagemill`: run, worker, doctor. They join the program through an entry point.
+"""The worker's commands of `pagemill`: run, worker, models, doctor. They join it through an entry point.
 
 Importing this must stay light: `pagemill --help` pays for it on every machine, also on one without the
 worker's libraries. What a command needs is imported when it runs, and what is missing is named with the extra
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pagemill.jobs import options, render
 from pagemill.jobs.commands import ended, run_async
-from pagemill.jobs.errors import UsageError
+from pagemill.jobs.errors import ModelError, UsageError
 from pagemill.jobs.failures import EXIT_CODES
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Dtype = Annotated[str | None, _engine("--dtype", text="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, _engine("--device", text="auto, cpu or cuda.")]
+Dtype = Annotated[str | None, _engine("--dtype", text="auto, float32 or bfloat16.")]
+Device = Annotated[str | None, _engine("--device", text="auto or cpu.")]
 Quantization = Annotated[
     str | None, _engine("--quantization", text="int8: dense layers in 8-bit integers, for speed and memory.")
 ]
@@ -62,7 +62,7 @@ MaxSeqs = Annotated[int | None, _engine("--max-num-seqs", text="Rows in one step
 
 def register(program: typer.Typer) -> None:
     """Add the commands."""
-    for command in (run, worker, doctor):
+    for command in (run, worker, models, doctor):
         program.command(epilog=EXIT_CODES)(command)
 
 
@@ -228,6 +228,51 @@ def worker(
     if settings.engine == "native":
         resolve_model(settings.model)  # before a process is started for it
     return main(settings)
+
+
+def models(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="smollm2 (the demo model), a directory, a .gguf file, or a hub name that is here already.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    kv_cache_gb: KvCache = None,
+    context: Context = None,
+    max_num_seqs: MaxSeqs = None,
+    as_json: options.Json = False,
+) -> int:
+    """List the families of models, or say how one would be run here: sizes, what fits, or why it is refused.
+
+    No weights are read, and nothing is downloaded. Ends with 7 when the model would not run like this.
+    """
+    from pagemill.worker import catalogue
+
+    if model is None:
+        require("worker")
+        if as_json:
+            render.print_json(catalogue.families())
+        else:
+            catalogue.print_families()
+        return 0
+    settings = _settings(
+        model=model,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_gb=kv_cache_gb,
+        context=context,
+        max_num_seqs=max_num_seqs,
+    )
+    found = catalogue.look(settings)
+    if as_json:
+        render.print_json(catalogue.document(found))
+    else:
+        catalogue.print_preview(found)
+    return 0 if found.runs else ModelError.exit_code
 
 
 def doctor(

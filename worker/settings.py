@@ -29,8 +29,8 @@ class WorkerSettings(ClientSettings):
     worker_id: str = Field(default_factory=default_worker_id, description="how this worker signs leases")
 
     engine: Literal["native", "simulated"] = Field("native", description="simulated: load and chaos runs")
-    dtype: str = Field("auto", description="auto, float32, bfloat16, …")
-    device: str = Field("auto", description="auto, cpu, cuda")
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu"] = "auto"
     quantization: Literal["int8"] | None = Field(None, description="int8: dense layers in 8-bit integers")
     kv_cache_gb: float = Field(1.0, gt=0, description="memory for keys and values")
     context: int | None = Field(None, ge=1, description="hold less than the model's own context")

@@ -153,16 +153,21 @@ def _ids(value: object) -> frozenset[int]:
     return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
 
 
+def check_quantization(checkpoint: Checkpoint, quantization: str | None) -> None:
+    """Raises ModelLoadError where the model can't be computed in it."""
+    if quantization and checkpoint.family is None:
+        raise ModelLoadError(
+            f"quantization {quantization} needs a family of our own, and {checkpoint.path} runs through "
+            "transformers: leave it out."
+        )
+
+
 def load_weights(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None = None
 ) -> Decoder | Fallback:
     """Reads every weight; whatever is wrong with one is a ModelLoadError that names it."""
+    check_quantization(checkpoint, quantization)
     if isinstance(checkpoint.spec, FallbackSpec):
-        if quantization:
-            raise ModelLoadError(
-                f"quantization {quantization} needs a family of our own, and {checkpoint.path} runs through "
-                "transformers: leave it out."
-            )
         return load_fallback(checkpoint.path, checkpoint.spec, dtype)
     return load_decoder(checkpoint, dtype, device, quantization)
 
