@@ -36,6 +36,9 @@ class EngineConfig:
     max_num_tokens: token budget of a step, prefill chunks and decodes together.
     max_num_seqs: most rows running at once.
     prefix_cache: share the memory of common prefixes between rows.
+    deterministic: a row's logits have the same bits whatever its neighbours, batch, chunks and threads, in
+        any dtype. float32 and int8 keep that promise anyway, at no cost; bfloat16 then computes its dense
+        layers from weights widened to float32 (engine/README.md has what that costs).
     context: most tokens of prompt and answer together; never above the model's own.
     threads: CPU threads for arithmetic.
     """
@@ -49,6 +52,7 @@ class EngineConfig:
     max_num_tokens: int | None = None
     max_num_seqs: int | None = None
     prefix_cache: bool = True
+    deterministic: bool = False
     context: int | None = None
     threads: int | None = None
 

@@ -67,6 +67,39 @@ class Linear:
             residual.add_(self(x))
 
 
+class InvariantLinear:
+    """A layer whose rows have the same bits whatever rows, and how many, and how many threads are beside.
+
+    By construction, for any dtype and shape: the sums are those of the compiled float32 form, each row's in
+    chains of its own, over weights widened to float32. Sixteen bits widen exactly, and a sum is rounded to
+    them once, at its end. What it costs is memory, four bytes a weight, and the speed of float32. Needs what
+    linear_cpu.py needs (cpu_threads).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._width_padding = (0, -self.in_features % linear_cpu.words.UNROLL)
+        padding = (0, -self.out_features % linear_cpu.words.PANEL)
+        self.panels = linear_cpu.pack(F.pad(weight.float(), self._width_padding + padding))
+        self.bias = None if bias is None else F.pad(bias.float(), padding)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, in] -> [tokens, out] in x's dtype."""
+        out = linear_cpu.linear(F.pad(x.float(), self._width_padding), self.panels, self.bias)
+        return out[:, : self.out_features].to(x.dtype)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds the layer's output for x to `residual` [tokens, out] in place."""
+        residual.add_(self(x))
+
+
+def invariant_linear(weight: Tensor, bias: Tensor | None = None) -> Dense:
+    """A layer as InvariantLinear: the usual one where that holds the promise already."""
+    if linear_cpu.refusal(weight) is None:
+        return Linear(weight, bias)
+    return InvariantLinear(weight, bias)
+
+
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
 
 
@@ -85,7 +118,8 @@ class GatedLinear:
     ) -> None:
         self.activation = ACTIVATIONS[activation]
         biases = None if gate_bias is None or up_bias is None else (gate_bias, up_bias)
-        self.compiled = make is Linear and activation == "silu" and linear_cpu.refusal(gate) is None
+        usual = make in (Linear, invariant_linear)
+        self.compiled = usual and activation == "silu" and linear_cpu.refusal(gate) is None
         if self.compiled:
             self.weight = linear_cpu.pack_pair(gate, up)
             self.bias = None if biases is None else torch.stack([b.view(-1, 16) for b in biases], 1)

@@ -57,6 +57,12 @@ Context = Annotated[
     int | None, _engine("--context", text="Most tokens of a row, where less than the model's.", min=1)
 ]
 Threads = Annotated[int | None, _engine("--threads", text="Threads of the engine's arithmetic.", min=1)]
+Deterministic = Annotated[
+    bool | None,
+    _engine(
+        "--deterministic/--no-deterministic", text="A row's bits depend on nothing but the row, in any dtype."
+    ),
+]
 MaxSeqs = Annotated[int | None, _engine("--max-num-seqs", text="Rows in one step of the engine.", min=1)]
 
 
@@ -112,6 +118,7 @@ def run(
     context: Context = None,
     threads: Threads = None,
     max_num_seqs: MaxSeqs = None,
+    deterministic: Deterministic = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
     store: Annotated[
@@ -146,6 +153,7 @@ def run(
         context=context,
         threads=threads,
         max_num_seqs=max_num_seqs,
+        deterministic=deterministic,
         s3_endpoint=s3_endpoint,
         s3_region=s3_region,
     )
@@ -177,6 +185,7 @@ def worker(
     context: Context = None,
     threads: Threads = None,
     max_num_seqs: MaxSeqs = None,
+    deterministic: Deterministic = None,
     slots: Annotated[
         int | None, typer.Option(min=1, max=64, help="Shards at once.", show_default=False)
     ] = None,
@@ -213,6 +222,7 @@ def worker(
         context=context,
         threads=threads,
         max_num_seqs=max_num_seqs,
+        deterministic=deterministic,
         slots=slots,
         metrics_port=metrics_port,
         log_level=log_level,
@@ -244,6 +254,7 @@ def models(
     kv_cache_gb: KvCache = None,
     context: Context = None,
     max_num_seqs: MaxSeqs = None,
+    deterministic: Deterministic = None,
     as_json: options.Json = False,
 ) -> int:
     """List the families of models, or say how one would be run here: sizes, what fits, or why it is refused.
@@ -266,6 +277,7 @@ def models(
         kv_cache_gb=kv_cache_gb,
         context=context,
         max_num_seqs=max_num_seqs,
+        deterministic=deterministic,
     )
     found = catalogue.look(settings)
     if as_json:

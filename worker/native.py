@@ -31,19 +31,29 @@ ENGINE_SETTINGS = (
     "kv_cache_gb",
     "max_num_seqs",
     "prefix_cache",
+    "deterministic",
     "context",
     "threads",
 )
 FIGURES = (
     "waiting",
+    "rows_allowed",
     "finished",
     "prompt_tokens",
     "cached_tokens",
+    "hit_rate",
+    "prefilled_tokens",
     "generated_tokens",
     "preemptions",
     "blocks_used",
     "blocks_total",
+    "batch_fill",
     "tokens_per_second",
+    "schedule_seconds",
+    "prepare_seconds",
+    "forward_seconds",
+    "sample_seconds",
+    "finish_seconds",
 )
 
 

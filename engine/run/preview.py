@@ -17,7 +17,7 @@ from pagemill.engine.run.available import available_memory
 from pagemill.engine.run.load import resolve_dtype
 from pagemill.engine.run.memory import plan_memory, step_bytes, weight_bytes
 from pagemill.engine.tokenizer import Tokenizer
-from pagemill.engine.weights.load import Checkpoint, check_quantization, open_checkpoint
+from pagemill.engine.weights.load import Checkpoint, check_deterministic, check_quantization, open_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,13 @@ def preview(config: EngineConfig) -> Preview:
         return Preview(found, False, name, config.quantization, reason=found.reason)
     checkpoint = open_checkpoint(config.model)
     spec = checkpoint.spec
-    weights, free = weight_bytes(spec, dtype, config.quantization), available_memory()
+    weights, free = weight_bytes(spec, dtype, config), available_memory()
     context = kv_tokens = reason = None
     template = None
     try:
         check_quantization(checkpoint, config.quantization)
+        if config.deterministic:
+            check_deterministic(checkpoint, dtype)
         template = Tokenizer.from_path(config.model).has_chat_template
         plan = plan_memory(spec, dtype, config, free, weights=weights)
         context, kv_tokens = plan.context, plan.kv_tokens

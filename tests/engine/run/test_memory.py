@@ -81,7 +81,7 @@ def test_a_budget_beyond_what_is_free_says_what_would_fit(free: int, fits: int) 
 
 
 def test_weights_memory_for_keys_and_a_step_have_to_fit_together() -> None:
-    weights = weight_bytes(SPEC, torch.float32)
+    weights = weight_bytes(SPEC, torch.float32, EngineConfig("model"))
     config = EngineConfig("model", num_blocks=10)
     whole = weights + STEP + 10 * ONE
     for available in (whole, None):
@@ -129,5 +129,12 @@ def test_a_larger_step_needs_more() -> None:
 
 def test_int8_weights_need_a_byte_each_and_the_embedding_its_own_dtype() -> None:
     expected = SPEC.parameters() + SPEC.vocab_size * SPEC.hidden_size * 3
-    assert weight_bytes(SPEC, torch.float32, "int8") == expected
-    assert weight_bytes(SPEC, torch.bfloat16) == 2 * SPEC.parameters()
+    assert weight_bytes(SPEC, torch.float32, EngineConfig("model", quantization="int8")) == expected
+    assert weight_bytes(SPEC, torch.bfloat16, EngineConfig("model")) == 2 * SPEC.parameters()
+
+
+def test_deterministic_weights_of_two_bytes_need_four_but_for_the_embedding() -> None:
+    config = EngineConfig("model", deterministic=True)
+    expected = 4 * SPEC.parameters() - 2 * SPEC.vocab_size * SPEC.hidden_size
+    assert weight_bytes(SPEC, torch.bfloat16, config) == expected
+    assert weight_bytes(SPEC, torch.float32, config) == 4 * SPEC.parameters()
