@@ -15,7 +15,9 @@ from tiny_tokenizers import byte_level
 from transformers import GPTNeoXConfig
 
 from pagemill.engine.config import EngineConfig
+from pagemill.engine.engine import build_engine
 from pagemill.engine.errors import EngineError, ModelLoadError, OutOfMemory
+from pagemill.engine.request import Completion, Request, SamplingParams
 from pagemill.engine.run import load
 from pagemill.engine.run.load import LoadedModel, load_model, resolve_dtype
 
@@ -56,6 +58,23 @@ def test_every_source_adds_to_the_ends(directory: Path) -> None:
     assert open_model(directory).info.eos_token_ids == {0, 2, 5, 6, 7}
     write(directory, "generation_config.json", {"eos_token_id": 5})
     assert open_model(directory).info.eos_token_ids == {0, 2, 5, 7}
+
+
+def test_a_row_stops_at_any_end_that_the_model_names(directory: Path) -> None:
+    """Not at the tokenizer's alone: rows would run on to their limit."""
+
+    def run() -> Completion:
+        engine = build_engine(EngineConfig(str(directory), num_blocks=20, dtype="float32"))
+        (completion,) = engine.run([Request("a", (40, 41, 42), SamplingParams(12, temperature=0.0))])
+        return completion
+
+    free = run()
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 12)
+    for last in (free.token_ids[2], free.token_ids[7]):
+        write(directory, "generation_config.json", {"eos_token_id": [VOCABULARY - 1, last]})
+        stopped = run()
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", None)
+        assert stopped.token_ids == free.token_ids[: free.token_ids.index(last) + 1]
 
 
 def test_an_end_outside_the_vocabulary_is_none(directory: Path) -> None:
@@ -196,6 +215,9 @@ def test_a_model_without_a_family_runs_through_transformers(tmp_path: Path) -> N
     assert (loaded.info.architecture, loaded.info.context) == ("GPTNeoXForCausalLM", 256)
     prompt = loaded.tokenizer.encode_prompt("Hello")
     assert Driver(loaded.runner).finish([sequence(prompt, greedy(9))]) == [reference_greedy(tiny, prompt, 9)]
+    # Without our memory it must not fall back on something else: causality is in how we call it.
+    with pytest.raises(TypeError, match="pagemill"):
+        loaded.runner.decoder._model(input_ids=torch.tensor([prompt]), use_cache=False)  # type: ignore[attr-defined]
     # What it is called on this machine is no part of what it answers.
     again = shutil.copytree(path, tmp_path / "elsewhere")
     assert open_model(again).info.fingerprint == loaded.info.fingerprint
