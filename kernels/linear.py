@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pagemill.kernels import linear_cpu
 from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
+from pagemill.kernels.linear_cpu_words import PANEL, UNROLL
 
 
 class Dense(Protocol):
@@ -78,8 +79,8 @@ class InvariantLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._width_padding = (0, -self.in_features % linear_cpu.words.UNROLL)
-        padding = (0, -self.out_features % linear_cpu.words.PANEL)
+        self._width_padding = (0, -self.in_features % UNROLL)
+        padding = (0, -self.out_features % PANEL)
         self.panels = linear_cpu.pack(F.pad(weight.float(), self._width_padding + padding))
         self.bias = None if bias is None else F.pad(bias.float(), padding)
 
