@@ -5,6 +5,7 @@ Knows numbers and names only. It may not load anything, nor look at the machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,20 +15,30 @@ from pagemill.engine.errors import EngineError
 # a prompt (64 would lose 48 of 1,008 common tokens), a smaller one would cost more table entries.
 BLOCK_SIZE = 16
 
+# Without a word from the caller: steps that a CPU finishes in a fraction of a second.
+DEFAULT_NUM_TOKENS = 512
+DEFAULT_NUM_SEQS = 64
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How to build an engine. None means "decide by device and model".
 
     model: a directory with safetensors and tokenizer files, or a GGUF file.
-    dtype: auto, float32, bfloat16 or float16; auto is bfloat16 where the hardware computes in it.
-    device: auto, cpu, or cuda with or without an index.
+    dtype: auto, float32 or bfloat16; auto is bfloat16 where the hardware computes in it.
+    device: auto or cpu, which are the same in this version.
     quantization: int8 computes dense layers in 8-bit integers (weights by output channel, activations by
         token) and everything else in `dtype`; None computes all in `dtype`.
     kv_cache_gb: key-value memory in GiB on CPU. `num_blocks` (of 16 tokens) overrides it on any device.
     max_num_tokens: token budget of a step, prefill chunks and decodes together.
     max_num_seqs: most rows running at once.
     prefix_cache: share the memory of common prefixes between rows.
+    deterministic: a row's logits have the same bits whatever its neighbours, batch, chunks and threads, in
+        any dtype. float32 and int8 keep that promise anyway, at no cost; bfloat16 then computes its dense
+        layers from weights widened to float32 (engine/README.md has what that costs).
     context: most tokens of prompt and answer together; never above the model's own.
     threads: CPU threads for arithmetic.
     """
@@ -41,6 +52,7 @@ class EngineConfig:
     max_num_tokens: int | None = None
     max_num_seqs: int | None = None
     prefix_cache: bool = True
+    deterministic: bool = False
     context: int | None = None
     threads: int | None = None
 
@@ -49,10 +61,16 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError(f"{name} must be at least 1, not {value}.")
-        if not self.kv_cache_gb > 0:
-            raise EngineError(f"kv_cache_gb must be above 0, not {self.kv_cache_gb}.")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise EngineError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}.")
+        # How little is too little depends on the model, so that the sentence about it is memory.py's.
+        if not math.isfinite(self.kv_cache_gb):
+            raise EngineError(f"kv_cache_gb must be a number, not {self.kv_cache_gb}.")
+        if self.dtype == "float16":
+            raise EngineError("dtype float16 is not computed on CPU; use float32 or bfloat16.")
+        if self.dtype not in DTYPES:
+            raise EngineError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}.")
+        # Attention for CUDA does not exist yet.
+        if self.device not in DEVICES:
+            raise EngineError(f"This version runs on device cpu only, not {self.device!r}; use auto or cpu.")
         if self.quantization not in (None, "int8"):
             raise EngineError(f"quantization must be int8 or left out, not {self.quantization!r}.")
 

@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pagemill.engine.batch import Batch, Runner, StepResult
-from pagemill.engine.config import EngineConfig, ModelInfo, SchedulerConfig
+from pagemill.engine.config import (
+    DEFAULT_NUM_SEQS,
+    DEFAULT_NUM_TOKENS,
+    EngineConfig,
+    ModelInfo,
+    SchedulerConfig,
+)
 from pagemill.engine.detokenize import PartialText
 from pagemill.engine.finish import ending, refusal, text_token_ids
 from pagemill.engine.metrics import EngineMetrics, Meter
@@ -25,10 +31,6 @@ if TYPE_CHECKING:
     from pagemill.engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-# Without a word from the caller: steps that a CPU finishes in a fraction of a second.
-DEFAULT_NUM_TOKENS = 512
-DEFAULT_NUM_SEQS = 64
 
 
 class Engine:
@@ -47,13 +49,17 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         before_step: Callable[[Batch], None] | None = None,
+        rows_allowed: Callable[[], int] | None = None,
     ) -> None:
-        """before_step: called with each batch before it runs, so that a caller may note down who is in it."""
+        """before_step: called with each batch before it runs, so that a caller may note down who is in it.
+        rows_allowed: asked before each step how many rows may run; more than the limits' do not.
+        """
         self.tokenizer = tokenizer
         self.model_info = model_info
         self.limits = limits
         self.scheduler = Scheduler(limits)
         self.before_step = before_step
+        self.rows_allowed = rows_allowed
         self._runner = runner
         self._clock = clock
         self._arrivals = 0
@@ -110,9 +116,14 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one batch and return every row that has ended since the last step."""
         started = self._clock()
+        if self.rows_allowed is not None:
+            self.scheduler.max_num_seqs = min(self.rows_allowed(), self.limits.max_num_seqs)
         batch = self.scheduler.schedule()
         if batch.sequences:
             scheduled = self._clock()
+            for seq in batch.sequences:
+                if seq.started_at is None:
+                    seq.started_at = scheduled
             if self.before_step is not None:
                 self.before_step(batch)
             result = self._runner.execute(batch)
@@ -150,6 +161,7 @@ class Engine:
         return EngineMetrics(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
+            rows_allowed=scheduler.max_num_seqs,
             blocks_used=scheduler.pool.num_used,
             blocks_total=scheduler.pool.num_blocks,
             prompt_tokens=scheduler.prompt_tokens,
@@ -249,7 +261,7 @@ class Engine:
             token_ids=tuple(seq.output_token_ids),
             finish_reason=seq.finish_reason or "abort",
             usage=Usage(seq.num_prompt_tokens, seq.num_output_tokens, seq.num_cached_tokens),
-            timings=Timings(seq.queued_at, seq.first_token_at, seq.finished_at),
+            timings=Timings(seq.queued_at, seq.first_token_at, seq.finished_at, seq.started_at),
             logprobs=tuple(seq.logprobs) if request.sampling.logprobs is not None else None,
             error_code=seq.error_code,
             error_message=seq.error_message,
@@ -287,6 +299,7 @@ def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] |
     """
     # torch and transformers come with these; whoever only holds an Engine, as tests do, needs neither.
     from pagemill.engine.run.load import load_model
+    from pagemill.engine.run.pressure import Pressure
 
     loaded = load_model(config)
     info = loaded.info
@@ -299,7 +312,10 @@ def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] |
         rope_switch=info.rope_switch,
     )
     log.info(describe(info, limits))
-    return Engine(loaded.runner, loaded.tokenizer, info, limits, before_step=before_step)
+    pressure = Pressure(limits.max_num_seqs)
+    return Engine(
+        loaded.runner, loaded.tokenizer, info, limits, before_step=before_step, rows_allowed=pressure.rows
+    )
 
 
 def describe(model: ModelInfo, limits: SchedulerConfig) -> str:

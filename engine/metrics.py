@@ -19,6 +19,7 @@ RATE_WINDOW_S = 10.0
 class EngineMetrics:
     """A snapshot; counters are since the engine was built, seconds are summed over its steps.
 
+    rows_allowed: how many rows may run now; less than the limit while memory is short.
     waiting: rows not running, whether new, preempted, or parked behind a row that computes their prefix.
     cached_tokens / prompt_tokens: of the prompts admitted so far, how much the prefix cache gave.
     prefilled_tokens: prompt and recomputed tokens that went through the model.
@@ -27,6 +28,7 @@ class EngineMetrics:
 
     running: int
     waiting: int
+    rows_allowed: int
     blocks_used: int
     blocks_total: int
     prompt_tokens: int

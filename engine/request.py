@@ -82,11 +82,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds on the engine's monotonic clock; None for what never happened."""
+    """Seconds on the engine's monotonic clock; None for what never happened.
+
+    queued: when the engine took it. started: when its first step began.
+    """
 
     queued: float
     first_token: float | None = None
     finished: float | None = None
+    started: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,12 @@ class Completion:
     error_code: str | None = None
     error_message: str | None = None
     stop_reason: int | str | None = None  # the stop string or token id that ended it, None for EOS
+
+    @property
+    def inter_token_seconds(self) -> float | None:
+        """Mean time from a token to the next; None for fewer than two tokens."""
+        first, last, gaps = self.timings.first_token, self.timings.finished, len(self.token_ids) - 1
+        return None if first is None or last is None or gaps < 1 else (last - first) / gaps
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_preemptions: int = 0
     queued_at: float = 0.0
+    started_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 

@@ -1,7 +1,7 @@
 """Dense layers with the weight laid out once for the device.
 
-On CPU a plain F.linear repacks the weight at every call. In float32 the compiled form (linear_cpu.py) serves
-where it can, else oneDNN's packed form: measured on one core of an EPYC 7003 (AVX2, SmolLM2-135M's shapes),
+On CPU a plain F.linear repacks the weight at every call. In float32 the compiled form (linear_cpu.py) serves,
+where nothing can be compiled oneDNN's packed form: measured on one core of an EPYC 7003 (AVX2, SmolLM2-135M's shapes),
 compiled against packed: 1.15-1.28x at 64 rows, 1.1x at 512, 1.2x at 1 to 8; packed against plain: 1.4-3.0x
 at 8 rows, 1.1-1.5x at 64. Both give a row the same bits whatever the number of rows beside it, where plain
 F.linear sums in another order below 4 rows.
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from pagemill.kernels import linear_cpu
 from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
+from pagemill.kernels.cpu_threads import why_not_compiled
+from pagemill.kernels.linear_cpu_words import PANEL, UNROLL
 
 
 class Dense(Protocol):
@@ -44,33 +46,34 @@ class MakeDense(Protocol):
         ...
 
 
-class Linear:
-    """y = x W^T + b for x [tokens, in]; weight [out, in], bias [out] or None."""
+class InvariantLinear:
+    """A layer whose rows have the same bits whatever rows, and how many, and how many threads are beside.
+
+    By construction, for any dtype and shape: the sums are those of the compiled float32 form, each row's in
+    chains of its own, over weights widened to float32. Sixteen bits widen exactly, and a sum is rounded to
+    them once, at its end. What it costs is memory, four bytes a weight, and the speed of float32. Needs what
+    linear_cpu.py needs (cpu_threads).
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.compiled = linear_cpu.refusal(weight) is None
-        self.packed = not self.compiled and can_pack(weight)
-        if self.compiled:
-            weight = linear_cpu.pack(weight)
-        elif self.packed:
-            # The number of rows is a hint for choosing a layout; any number may follow.
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-        self.weight = weight
-        self.bias = bias
+        self._width_padding = -self.in_features % UNROLL
+        padding = -self.out_features % PANEL
+        self._plain = weight.dtype == torch.float32 and not self._width_padding and not padding
+        self.panels = linear_cpu.pack(F.pad(weight.float(), (0, self._width_padding, 0, padding)))
+        self.bias = None if bias is None else F.pad(bias.float(), (0, padding))
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.compiled:
-            return linear_cpu.linear(x, self.weight, self.bias)
-        if not self.packed:
-            return F.linear(x, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return out
+        """x [tokens, in] -> [tokens, out] in x's dtype."""
+        if self._plain:
+            return linear_cpu.linear(x, self.panels, self.bias)
+        out = linear_cpu.linear(F.pad(x.float(), (0, self._width_padding)), self.panels, self.bias)
+        return out[:, : self.out_features].to(x.dtype)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Adds the layer's output for x to `residual` [tokens, out] in place."""
-        if self.compiled:
-            linear_cpu.linear_add(x, self.weight, self.bias, residual)
+        if self._plain:
+            linear_cpu.linear_add(x, self.panels, self.bias, residual)
         else:
             residual.add_(self(x))
 
@@ -82,6 +85,41 @@ class Linear:
         weight = linear_cpu.pack_pair(gate, up)
         biases = None if bias is None else torch.stack([half.view(-1, 16) for half in bias.chunk(2)], 1)
         return lambda x: linear_cpu.linear_gated(x, weight, biases)
+
+
+class Linear:
+    """y = x W^T + b for x [tokens, in]; weight [out, in], bias [out] or None."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.compiled: InvariantLinear | None = None
+        self.packed = False
+        if weight.dtype == torch.float32 and weight.device.type == "cpu" and why_not_compiled() is None:
+            self.compiled = InvariantLinear(weight, bias)
+            return
+        self.packed = can_pack(weight)
+        # The number of rows is a hint for choosing a layout; any number may follow.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64) if self.packed else weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.compiled is not None:
+            return self.compiled(x)
+        if not self.packed:
+            return F.linear(x, self.weight, self.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return out
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Adds the layer's output for x to `residual` [tokens, out] in place."""
+        if self.compiled is not None:
+            self.compiled.add_to(residual, x)
+        else:
+            residual.add_(self(x))
+
+    @staticmethod
+    def gated(gate: Tensor, up: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        """See MakeDense."""
+        return InvariantLinear.gated(gate, up, bias)
 
 
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}

@@ -150,7 +150,7 @@ def _pick_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, 
     tokens = torch.empty(scaled.shape[0], dtype=torch.int64)
     # Only top-p over the whole vocabulary needs the mass of all of it.
     whole = bool(((top_k == 0) & (top_p < 1)).any())
-    totals = scaled.exp().sum(-1, dtype=torch.float64) if whole else torch.ones_like(top_p)
+    totals = _sums(scaled.exp()) if whole else torch.ones_like(top_p)
     open_rows = torch.arange(scaled.shape[0])
     for candidates in (_of_best_blocks, _of_wide_window, _of_all):
         found = candidates(_rows(scaled, open_rows))
@@ -165,6 +165,16 @@ def _pick_filtered(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, 
         if not open_rows.numel():
             break
     return tokens
+
+
+def _sums(x: Tensor) -> Tensor:
+    """The sum of each row in float64.
+
+    On CPU not by torch, which adds up a single long row in as many parts as there are threads.
+    """
+    if x.device.type == "cpu":
+        return torch.from_numpy(x.double().numpy().sum(-1))
+    return x.double().sum(-1)
 
 
 # Candidates: values [rows, n], best first, their indices, and a bound that no other token lies above [rows].
@@ -205,7 +215,7 @@ def _least_kept(values: Tensor, totals: Tensor, top_k: Tensor, top_p: Tensor, mi
     kth = values.gather(1, (torch.where(top_k > 0, top_k, width).clamp(max=width) - 1)[:, None])
     kth = torch.where((top_k > 0)[:, None], kth, -torch.inf)
     masses = torch.where(values >= kth, values, -torch.inf).double().exp()
-    totals = torch.where(top_k > 0, masses.sum(-1), totals)
+    totals = torch.where(top_k > 0, _sums(masses), totals)
     before = masses.cumsum(-1) - masses
     # A token stays while the better ones alone do not reach top_p; the best always stays.
     kept = (before < (top_p * totals)[:, None]) | (top_p >= 1)[:, None]

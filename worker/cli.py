@@ -1,4 +1,4 @@
-"""The worker's commands of `pagemill`: run, worker, doctor. They join the program through an entry point.
+"""The worker's commands of `pagemill`: run, worker, models, doctor. They join it through an entry point.
 
 Importing this must stay light: `pagemill --help` pays for it on every machine, also on one without the
 worker's libraries. What a command needs is imported when it runs, and what is missing is named with the extra
@@ -19,7 +19,7 @@ from rich.text import Text
 
 from pagemill.jobs import options, render
 from pagemill.jobs.commands import ended, run_async
-from pagemill.jobs.errors import UsageError
+from pagemill.jobs.errors import ModelError, UsageError
 from pagemill.jobs.failures import EXIT_CODES
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Dtype = Annotated[str | None, _engine("--dtype", text="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, _engine("--device", text="auto, cpu or cuda.")]
+Dtype = Annotated[str | None, _engine("--dtype", text="auto, float32 or bfloat16.")]
+Device = Annotated[str | None, _engine("--device", text="auto or cpu.")]
 Quantization = Annotated[
     str | None, _engine("--quantization", text="int8: dense layers in 8-bit integers, for speed and memory.")
 ]
@@ -57,12 +57,18 @@ Context = Annotated[
     int | None, _engine("--context", text="Most tokens of a row, where less than the model's.", min=1)
 ]
 Threads = Annotated[int | None, _engine("--threads", text="Threads of the engine's arithmetic.", min=1)]
+Deterministic = Annotated[
+    bool | None,
+    _engine(
+        "--deterministic/--no-deterministic", text="A row's bits depend on nothing but the row, in any dtype."
+    ),
+]
 MaxSeqs = Annotated[int | None, _engine("--max-num-seqs", text="Rows in one step of the engine.", min=1)]
 
 
 def register(program: typer.Typer) -> None:
     """Add the commands."""
-    for command in (run, worker, doctor):
+    for command in (run, worker, models, doctor):
         program.command(epilog=EXIT_CODES)(command)
 
 
@@ -112,6 +118,7 @@ def run(
     context: Context = None,
     threads: Threads = None,
     max_num_seqs: MaxSeqs = None,
+    deterministic: Deterministic = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
     store: Annotated[
@@ -146,6 +153,7 @@ def run(
         context=context,
         threads=threads,
         max_num_seqs=max_num_seqs,
+        deterministic=deterministic,
         s3_endpoint=s3_endpoint,
         s3_region=s3_region,
     )
@@ -177,6 +185,7 @@ def worker(
     context: Context = None,
     threads: Threads = None,
     max_num_seqs: MaxSeqs = None,
+    deterministic: Deterministic = None,
     slots: Annotated[
         int | None, typer.Option(min=1, max=64, help="Shards at once.", show_default=False)
     ] = None,
@@ -213,6 +222,7 @@ def worker(
         context=context,
         threads=threads,
         max_num_seqs=max_num_seqs,
+        deterministic=deterministic,
         slots=slots,
         metrics_port=metrics_port,
         log_level=log_level,
@@ -228,6 +238,53 @@ def worker(
     if settings.engine == "native":
         resolve_model(settings.model)  # before a process is started for it
     return main(settings)
+
+
+def models(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="smollm2 (the demo model), a directory, a .gguf file, or a hub name that is here already.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    kv_cache_gb: KvCache = None,
+    context: Context = None,
+    max_num_seqs: MaxSeqs = None,
+    deterministic: Deterministic = None,
+    as_json: options.Json = False,
+) -> int:
+    """List the families of models, or say how one would be run here: sizes, what fits, or why it is refused.
+
+    No weights are read, and nothing is downloaded. Ends with 7 when the model would not run like this.
+    """
+    from pagemill.worker import catalogue
+
+    if model is None:
+        require("worker")
+        if as_json:
+            render.print_json(catalogue.families())
+        else:
+            catalogue.print_families()
+        return 0
+    settings = _settings(
+        model=model,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_gb=kv_cache_gb,
+        context=context,
+        max_num_seqs=max_num_seqs,
+        deterministic=deterministic,
+    )
+    found = catalogue.look(settings)
+    if as_json:
+        render.print_json(catalogue.document(found))
+    else:
+        catalogue.print_preview(found)
+    return 0 if found.runs else ModelError.exit_code
 
 
 def doctor(

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from pagemill.jobs.errors import UsageError
+
+# From a token on a fast machine to a row that waited behind a whole job.
+SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200)
 
 
 class _Server(Protocol):
@@ -27,6 +30,8 @@ class Figures:
         self.registry = CollectorRegistry()
         self.rows = self._counter("rows", "Rows that ended, by how.", "status")
         self.tokens = self._counter("tokens", "Tokens of ended rows, by kind.", "kind")
+        self.row_seconds = self._seconds("row_seconds", "Of a row, from its arrival at the engine.", "until")
+        self.inter_token_seconds = self._seconds("inter_token_seconds", "Mean of a row, token to token.")
         self.leases = self._counter("leases", "Tasks leased, by kind.", "kind")
         self.tasks = self._counter("tasks", "Tasks that ended here, by kind and how.", "kind", "outcome")
         self.segments = self._counter("segments", "Segments sealed.")
@@ -42,6 +47,17 @@ class Figures:
 
     def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
         return Gauge(f"pagemill_{name}", what, labels, registry=self.registry)
+
+    def _seconds(self, name: str, what: str, *labels: str) -> Histogram:
+        return Histogram(f"pagemill_{name}", what, labels, registry=self.registry, buckets=SECONDS)
+
+    def times(self, answer: Mapping[str, Any]) -> None:
+        """How long one row waited and ran, from the engine's answer; what it does not hold is left out."""
+        for until, name in (("started", "queued_ms"), ("first_token", "first_token_ms"), ("end", "total_ms")):
+            if (milliseconds := answer.get(name)) is not None:
+                self.row_seconds.labels(until).observe(milliseconds / 1000)
+        if (milliseconds := answer.get("inter_token_ms")) is not None:
+            self.inter_token_seconds.observe(milliseconds / 1000)
 
     def row(self, status: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
         """One row ended."""

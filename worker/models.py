@@ -24,8 +24,8 @@ DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
-def resolve_model(model: str) -> Path:
-    """The directory or file that holds `model`. May download a hub name; raises ModelError."""
+def resolve_model(model: str, *, fetch: bool = True) -> Path:
+    """The directory or file that holds `model`; raises ModelError. fetch: a hub name may be downloaded."""
     if model == DEMO_NAME:
         return _demo()
     if not model.strip():
@@ -48,7 +48,7 @@ def resolve_model(model: str) -> Path:
             f"There is no model at {model}; give {DEMO_NAME}, a directory, a .gguf file, "
             "or a hub name such as owner/name."
         )
-    return _from_hub(model)
+    return _from_hub(model, fetch)
 
 
 def find_demo_model() -> Path | None:
@@ -135,7 +135,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, fetch: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -143,8 +143,13 @@ def _from_hub(model: str) -> Path:
             f"{model} is a hub name, and huggingface_hub is not installed; give a directory instead."
         ) from error
     try:
-        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(model, allow_patterns=HUB_FILES, local_files_only=not fetch))
     except Exception as error:  # its errors come from four libraries and differ by version
+        if not fetch:
+            raise ModelError(
+                f"{model} is a hub name, and its files are not on this machine; `pagemill run` and "
+                "`pagemill worker` fetch them."
+            ) from error
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"{model} could not be fetched from the hub ({cause}); "

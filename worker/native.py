@@ -23,16 +23,37 @@ from pagemill.worker.wire import Board
 
 Message = dict[str, Any]
 LOOK_S = 0.25
+# What is handed on to the engine as it is; both sides call it the same.
+ENGINE_SETTINGS = (
+    "dtype",
+    "device",
+    "quantization",
+    "kv_cache_gb",
+    "max_num_seqs",
+    "prefix_cache",
+    "deterministic",
+    "context",
+    "threads",
+)
 FIGURES = (
     "waiting",
+    "rows_allowed",
     "finished",
     "prompt_tokens",
     "cached_tokens",
+    "hit_rate",
+    "prefilled_tokens",
     "generated_tokens",
     "preemptions",
     "blocks_used",
     "blocks_total",
+    "batch_fill",
     "tokens_per_second",
+    "schedule_seconds",
+    "prepare_seconds",
+    "forward_seconds",
+    "sample_seconds",
+    "finish_seconds",
 )
 
 
@@ -60,19 +81,7 @@ class NativeEngine:
 
     def load(self) -> Message:
         config = self._config
-        self._engine: Engine = build_engine(
-            EngineConfig(
-                model=config["model_source"],
-                dtype=config["dtype"],
-                device=config["device"],
-                quantization=config["quantization"],
-                kv_cache_gb=config["kv_cache_gb"],
-                max_num_seqs=config["max_num_seqs"],
-                prefix_cache=config["prefix_cache"],
-                context=config["context"],
-                threads=config["threads"],
-            )
-        )
+        self._engine: Engine = build_engine(engine_config(config, config["model_source"]))
         _warm_up(self._engine)
         self._engine.before_step = self._note
         info = self._engine.model_info
@@ -170,6 +179,11 @@ class NativeEngine:
         self._looked = now
         figures = self._engine.metrics()
         self._figures = {name: float(getattr(figures, name)) for name in FIGURES}
+
+
+def engine_config(settings: Mapping[str, Any], source: str) -> EngineConfig:
+    """The worker's settings as the engine calls them; source: the model's files."""
+    return EngineConfig(model=source, **{name: settings[name] for name in ENGINE_SETTINGS})
 
 
 def _warm_up(engine: Engine) -> None:

@@ -145,10 +145,12 @@ def answer(rid: str, completions: Sequence[Completion], tokens: Tokens, arrived:
         "prompt_tokens": first.usage.prompt_tokens,
         "completion_tokens": sum(completion.usage.completion_tokens for completion in completions),
         "cached_tokens": first.usage.cached_tokens,
-        "queued_ms": _ms(arrived, first.timings.queued),
+        "queued_ms": _ms(arrived, first.timings.started or first.timings.queued),
         "first_token_ms": _ms(first.timings.queued, first.timings.first_token),
         "total_ms": _ms(first.timings.queued, max(c.timings.finished or 0.0 for c in completions)),
     }
+    gaps = [c.inter_token_seconds for c in completions if c.inter_token_seconds is not None]
+    message["inter_token_ms"] = _ms(0.0, sum(gaps) / len(gaps)) if gaps else None
     for completion in completions:
         if completion.finish_reason == "error":
             code = completion.error_code or "engine_error"

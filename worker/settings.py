@@ -29,14 +29,15 @@ class WorkerSettings(ClientSettings):
     worker_id: str = Field(default_factory=default_worker_id, description="how this worker signs leases")
 
     engine: Literal["native", "simulated"] = Field("native", description="simulated: load and chaos runs")
-    dtype: str = Field("auto", description="auto, float32, bfloat16, …")
-    device: str = Field("auto", description="auto, cpu, cuda")
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: Literal["auto", "cpu"] = "auto"
     quantization: Literal["int8"] | None = Field(None, description="int8: dense layers in 8-bit integers")
     kv_cache_gb: float = Field(1.0, gt=0, description="memory for keys and values")
     context: int | None = Field(None, ge=1, description="hold less than the model's own context")
     threads: int | None = Field(None, ge=1, description="threads of the engine's arithmetic")
     max_num_seqs: int | None = Field(None, ge=1, description="rows in one step of the engine")
     prefix_cache: bool = True
+    deterministic: bool = Field(False, description="a row's bits depend on nothing but the row, in any dtype")
 
     slots: int = Field(2, ge=1, le=64, description="shards at once; one more serves starved jobs")
     max_rows_in_flight: int = Field(128, ge=1, description="rows in the engine's process at once")

@@ -239,6 +239,7 @@ class ShardRun:
             self._oldest = asyncio.get_running_loop().time()
         self._finished.append(result)
         shop = self._shop
+        shop.figures.times(message)
         shop.figures.row(result.status, result.prompt_tokens, result.completion_tokens, result.cached_tokens)
         if len(self._finished) in (1, shop.settings.seal_rows) or not self._left:
             self._news.set()

@@ -39,6 +39,7 @@ class FallbackSpec:
 
     architecture: str
     vocab_size: int
+    hidden_size: int
     num_layers: int
     num_kv_heads: int
     head_dim: int

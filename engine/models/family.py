@@ -44,6 +44,7 @@ def as_stored(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
 class Family:
     """How a family is recognised and translated.
 
+    covers: models that are of it, for people.
     architectures: of config.json; gguf_architectures: `general.architecture` of GGUF files.
     gguf_names: where its GGUF names differ from the usual ones. gguf_restore: gives a tensor of a GGUF file,
         found by our name for it, the form that it has in transformers.
@@ -51,6 +52,7 @@ class Family:
     """
 
     name: str
+    covers: str
     architectures: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
     spec_from_config: Callable[[Mapping[str, Any]], DecoderSpec]

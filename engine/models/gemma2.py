@@ -96,6 +96,7 @@ def gguf_restore(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
 
 FAMILY = Family(
     name="gemma2",
+    covers="Gemma 2",
     architectures=(ARCHITECTURE,),
     gguf_architectures=("gemma2",),
     spec_from_config=spec_from_config,

@@ -86,6 +86,7 @@ def spec_from_gguf(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> D
 
 FAMILY = Family(
     name="gemma3",
+    covers="Gemma 3: text models, and the text part of those with images",
     architectures=(ARCHITECTURE, WITH_IMAGES),
     gguf_architectures=("gemma3",),
     spec_from_config=spec_from_config,

@@ -61,6 +61,7 @@ def gguf_restore(name: str, tensor: Tensor, spec: DecoderSpec) -> Tensor:
 
 FAMILY = Family(
     name="llama",
+    covers="Llama 2, 3, 3.1, 3.2, 3.3 (text); SmolLM2; others under the same architecture",
     architectures=(ARCHITECTURE,),
     gguf_architectures=("llama",),
     spec_from_config=spec_from_config,

@@ -34,6 +34,7 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
 
 FAMILY = Family(
     name="mistral",
+    covers="Mistral 7B, Nemo, Small (text), with and without sliding windows",
     architectures=(ARCHITECTURE,),
     gguf_architectures=(),
     spec_from_config=spec_from_config,

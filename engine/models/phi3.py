@@ -49,6 +49,7 @@ def spec_from_gguf(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> D
 
 FAMILY = Family(
     name="phi3",
+    covers="Phi-3, 3.5 and 4 (text), longrope included",
     architectures=(ARCHITECTURE,),
     gguf_architectures=("phi3",),
     spec_from_config=spec_from_config,

@@ -59,6 +59,7 @@ def probe(config: Any, architecture: str, origin: str) -> FallbackSpec:
     return FallbackSpec(
         architecture=architecture,
         vocab_size=model.get_output_embeddings().weight.shape[0],
+        hidden_size=model.get_output_embeddings().weight.shape[1],
         num_layers=len(trial.heads),
         num_kv_heads=kv_heads,
         head_dim=head_dim,

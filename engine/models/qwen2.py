@@ -48,6 +48,7 @@ def spec_from_gguf(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> D
 
 FAMILY = Family(
     name="qwen2",
+    covers="Qwen2 and Qwen2.5",
     architectures=(ARCHITECTURE,),
     gguf_architectures=("qwen2",),
     spec_from_config=spec_from_config,

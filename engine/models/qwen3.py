@@ -30,6 +30,7 @@ def spec_from_gguf(metadata: Mapping[str, Any], shapes: Shapes, read: Read) -> D
 
 FAMILY = Family(
     name="qwen3",
+    covers="Qwen3, dense",
     architectures=(ARCHITECTURE,),
     gguf_architectures=("qwen3",),
     spec_from_config=spec_from_config,

@@ -16,14 +16,20 @@ import torch
 
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.config import EngineConfig, ModelInfo
-from pagemill.engine.errors import ModelLoadError
 from pagemill.engine.models.fallback import Fallback
-from pagemill.engine.run.memory import available_memory, check_weights_fit, plan_memory
+from pagemill.engine.run.available import available_memory
+from pagemill.engine.run.memory import plan_memory, weight_bytes, widens
 from pagemill.engine.run.runner import ModelRunner
 from pagemill.engine.run.sampler import Sampler
 from pagemill.engine.run.trial import check_fallback
 from pagemill.engine.tokenizer import Tokenizer
-from pagemill.engine.weights.load import Checkpoint, load_weights, open_checkpoint, weights_digest
+from pagemill.engine.weights.load import (
+    Checkpoint,
+    check_deterministic,
+    load_weights,
+    open_checkpoint,
+    weights_digest,
+)
 
 # What of a generation_config may stand in for a parameter that a request leaves open.
 GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -40,17 +46,19 @@ class LoadedModel:
 
 def load_model(config: EngineConfig) -> LoadedModel:
     """Reads tokenizer and weights and takes memory; ModelLoadError or OutOfMemory say why that cannot be."""
-    device = resolve_device(config.device)
+    device = torch.device("cpu")
     dtype = resolve_dtype(config.dtype)
     set_threads(config.threads)
     checkpoint = open_checkpoint(config.model)
     spec = checkpoint.spec
     # Before the weights, so that what can never work does not wait for them; and after, when what is left
     # is known.
-    plan_memory(spec, dtype, config)
-    check_weights_fit(spec, dtype, available_memory(), config.quantization)
+    if config.deterministic:
+        check_deterministic(checkpoint, dtype)
+    weights = weight_bytes(spec, dtype, config)
+    plan_memory(spec, dtype, config, available_memory(), weights=weights)
     tokenizer = Tokenizer.from_path(config.model)
-    model = load_weights(checkpoint, dtype, device, config.quantization)
+    model = load_weights(checkpoint, dtype, device, config.quantization, config.deterministic)
     if isinstance(model, Fallback):
         check_fallback(model, dtype)
     memory = plan_memory(spec, dtype, config, available_memory())
@@ -58,7 +66,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     ends = frozenset(i for i in checkpoint.eos_token_ids | tokenizer.eos_token_ids if i < spec.vocab_size)
     info = ModelInfo(
         name=Path(config.model).stem if Path(config.model).is_file() else Path(config.model).resolve().name,
-        fingerprint=fingerprint(checkpoint, tokenizer, dtype, config.quantization),
+        fingerprint=fingerprint(checkpoint, tokenizer, dtype, config),
         architecture=spec.architecture,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
@@ -83,7 +91,7 @@ def generation_defaults(generation: Mapping[str, Any]) -> dict[str, object]:
 
 
 def fingerprint(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype, quantization: str | None = None
+    checkpoint: Checkpoint, tokenizer: Tokenizer, dtype: torch.dtype, config: EngineConfig
 ) -> str:
     """What decides the tokens, as a digest: weights (sampled), spec, ends, tokenizer, template, numbers."""
     facts = [
@@ -94,28 +102,18 @@ def fingerprint(
         tokenizer.fingerprint(),
         str(dtype),
     ]
-    if quantization:
-        facts.append(quantization)
+    if config.quantization:
+        facts.append(config.quantization)
+    if widens(dtype, config):
+        facts.append("deterministic")
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
-
-
-def resolve_device(name: str) -> torch.device:
-    """auto is the CPU: attention for CUDA does not exist yet, and asking for it is an error."""
-    if name in ("auto", "cpu"):
-        return torch.device("cpu")
-    raise ModelLoadError(f"This version runs on device cpu only, not {name!r}.")
 
 
 def resolve_dtype(name: str) -> torch.dtype:
     """auto is bfloat16 where the CPU multiplies it in hardware, else float32."""
     if name == "auto":
         name = "bfloat16" if _multiplies_bfloat16() else "float32"
-    if name == "float16":
-        raise ModelLoadError("dtype float16 is not computed on CPU; use float32 or bfloat16.")
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ModelLoadError(f"dtype must be auto, float32 or bfloat16, not {name!r}.")
-    return dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def _multiplies_bfloat16() -> bool:

@@ -1,22 +1,25 @@
-"""How much memory there is, and how much of it keys and values get.
+"""How much memory a model takes, and how much of it keys and values get.
 
 Sizes and sentences only: it allocates nothing. When something does not fit, the error says what is needed,
-what there is, and the largest context that would fit.
+what there is, and the largest budget and context that would fit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from pagemill.engine.cache.storage import block_bytes
-from pagemill.engine.config import BLOCK_SIZE, EngineConfig
+from pagemill.engine.config import BLOCK_SIZE, DEFAULT_NUM_SEQS, DEFAULT_NUM_TOKENS, EngineConfig
 from pagemill.engine.errors import OutOfMemory
 from pagemill.engine.models.spec import DecoderSpec, ModelSpec
 
 GIB = 1 << 30
+# Copies of the logits while rows sample: as computed, as probabilities, and one on the way.
+LOGITS = 3
+# Without the sizes of layers: how many times the model's width a token takes on its way through one.
+WIDTHS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,36 +38,101 @@ class MemoryPlan:
     def kv_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // BLOCK_SIZE
+
 
 def plan_memory(
     spec: ModelSpec,
     dtype: torch.dtype,
     config: EngineConfig,
     available: int | None = None,
+    *,
+    weights: int = 0,
 ) -> MemoryPlan:
     """Sizes the key-value memory; raises OutOfMemory when it cannot be had or is too small for the context.
 
-    available: bytes free for it, None where that cannot be known. Without a context asked for, it is as
-    much as model and memory allow.
+    available: bytes free for weights, key-value memory and the numbers of one step; None where that cannot
+    be known. weights: bytes of them still to be read. Without a context asked for, it is as much as model
+    and memory allow.
     """
-    num_blocks, context = config.num_blocks, config.context
     one = block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    budget = f"num_blocks {num_blocks}" if num_blocks is not None else f"kv_cache_gb {config.kv_cache_gb:g}"
-    blocks = num_blocks if num_blocks is not None else int(config.kv_cache_gb * GIB // one)
+    step = step_bytes(spec, dtype, config)
+    budget = f"kv_cache_gb {config.kv_cache_gb:g}"
+    blocks = int(config.kv_cache_gb * GIB // one)
+    if config.num_blocks is not None:
+        budget, blocks = f"num_blocks {config.num_blocks}", config.num_blocks
+    free = None if available is None else max(0, (available - weights - step) // one)
+    would_fit = _would_fit(spec, free, one, available or 0) if free is not None else ""
     if blocks < 1:
         raise OutOfMemory(
-            f"Key-value memory of {budget} holds no block of {BLOCK_SIZE} tokens: one needs {_size(one)}; "
-            f"the largest context that fits is 0 tokens."
+            f"Key-value memory of {budget} holds no block of {BLOCK_SIZE} tokens: one needs {size_text(one)}"
+            f"{would_fit or '; the largest context that fits is 0 tokens'}."
         )
-    if available is not None and blocks * one > available:
+    if free is not None and blocks > free:
         raise OutOfMemory(
-            f"Key-value memory of {budget} needs {_size(blocks * one)} and {_size(available)} are free; the "
-            f"largest context that fits is {_context_in(max(0, available) // one, spec)} tokens."
+            f"{_named(weights, 'weights', config, dtype)}{size_text(step)} for a step and "
+            f"{size_text(blocks * one)} of key-value memory ({budget}) are "
+            f"{size_text(weights + step + blocks * one)}{would_fit}."
         )
-    if context is not None:
-        _check_context(spec, context, blocks, one, budget)
+    if config.context is not None:
+        _check_context(spec, config.context, blocks, one, budget)
     longest = _context_in(blocks, spec)
-    return MemoryPlan(blocks, min(context or longest, longest), one)
+    return MemoryPlan(blocks, min(config.context or longest, longest), one)
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig) -> int:
+    """Bytes of a loaded model's weights."""
+    one = dtype.itemsize
+    if isinstance(spec, DecoderSpec):
+        # All but the embedding; norms and scales are too few to count.
+        one = 1 if config.quantization == "int8" else 4 if widens(dtype, config) else one
+        return spec.parameters() * one + spec.vocab_size * spec.hidden_size * (dtype.itemsize - one)
+    return spec.parameters() * one
+
+
+def widens(dtype: torch.dtype, config: EngineConfig) -> bool:
+    """Whether dense layers keep weights of four bytes although the model's have two."""
+    return config.deterministic and config.quantization is None and dtype != torch.float32
+
+
+def step_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig) -> int:
+    """Bytes of the numbers between the layers in a full step, rather too many than too few."""
+    tokens = config.max_num_tokens or DEFAULT_NUM_TOKENS
+    rows = min(tokens, config.max_num_seqs or DEFAULT_NUM_SEQS)
+    width = WIDTHS * spec.hidden_size
+    if isinstance(spec, DecoderSpec):
+        attention = 2 * spec.query_size + 2 * spec.kv_size
+        width = 3 * spec.hidden_size + attention + 3 * spec.intermediate_size
+    return tokens * width * dtype.itemsize + rows * spec.vocab_size * 4 * LOGITS
+
+
+def size_text(count: int) -> str:
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
+        if abs(count) * 10 >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count / 1024:.1f} KiB"
+
+
+def _named(weights: int, what: str, config: EngineConfig, dtype: torch.dtype) -> str:
+    if not weights:
+        return ""
+    return f"{size_text(weights)} of {what} in {config.quantization or str(dtype).removeprefix('torch.')}, "
+
+
+def _would_fit(spec: ModelSpec, blocks: int, one: int, available: int) -> str:
+    if blocks == 0:
+        return (
+            f"; {size_text(available)} are free, which leaves no key-value memory: the largest context that "
+            "fits is 0 tokens"
+        )
+    # Rounded down, so that what it names does fit.
+    most = int(blocks * one / GIB * 1000) / 1000
+    return (
+        f"; {size_text(available)} are free, so that key-value memory of {size_text(blocks * one)} fits "
+        f"(kv_cache_gb {most:g}) and the largest context that fits is {_context_in(blocks, spec)} tokens"
+    )
 
 
 def _check_context(spec: ModelSpec, context: int, blocks: int, one: int, budget: str) -> None:
@@ -74,63 +142,11 @@ def _check_context(spec: ModelSpec, context: int, blocks: int, one: int, budget:
     needed = -(-(context - 1) // BLOCK_SIZE)
     if needed > blocks:
         raise OutOfMemory(
-            f"A context of {context} tokens takes {_size(needed * one)} of memory ({needed} blocks) and "
-            f"{budget} gives {_size(blocks * one)} ({blocks} blocks); the largest context that fits is "
+            f"A context of {context} tokens takes {size_text(needed * one)} of memory ({needed} blocks) and "
+            f"{budget} gives {size_text(blocks * one)} ({blocks} blocks); the largest context that fits is "
             f"{_context_in(blocks, spec)} tokens."
         )
 
 
 def _context_in(blocks: int, spec: ModelSpec) -> int:
     return min(spec.context, blocks * BLOCK_SIZE + 1) if blocks else 0
-
-
-def check_weights_fit(
-    spec: ModelSpec, dtype: torch.dtype, available: int | None, quantization: str | None = None
-) -> None:
-    """Raises OutOfMemory before a model is read that could never fit."""
-    needed = spec.parameters() * dtype.itemsize
-    if quantization == "int8" and isinstance(spec, DecoderSpec):
-        # All but the embedding is bytes; norms and scales are too few to count.
-        needed = spec.parameters() + spec.vocab_size * spec.hidden_size * (dtype.itemsize - 1)
-    if available is not None and needed > available:
-        name = quantization or str(dtype).removeprefix("torch.")
-        raise OutOfMemory(f"The weights need {_size(needed)} in {name} and {_size(available)} are free.")
-
-
-def _size(count: int) -> str:
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
-        if abs(count) * 10 >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count / 1024:.1f} KiB"
-
-
-def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take: the machine's, or less where a control group says so.
-
-    None where neither can be read (not Linux). `root` is where proc and sys are looked for.
-    """
-    bounds = [_machine_available(root / "proc/meminfo"), _group_available(root / "sys/fs/cgroup")]
-    known = [bound for bound in bounds if bound is not None]
-    return min(known) if known else None
-
-
-def _machine_available(meminfo: Path) -> int | None:
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(sizes[0]) * 1024 if sizes else None
-
-
-def _group_available(group: Path) -> int | None:
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    # Pages of files that nobody used lately are given back when memory is short.
-    return int(limit) - used + int(stat.get("inactive_file", 0))

@@ -39,6 +39,7 @@ def blocks_for(num_tokens: int) -> int:
 class Scheduler:
     def __init__(self, limits: SchedulerConfig) -> None:
         self.limits = limits
+        self.max_num_seqs = limits.max_num_seqs  # less while memory is short; who runs already goes on
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, enabled=limits.prefix_cache)
         self.admission = Admission(limits.max_tokens_per_row)
@@ -188,13 +189,13 @@ class Scheduler:
 
     def _admit(self, plan: dict[Sequence, int], budget: int) -> None:
         """Let waiting rows in, in their order; the first that does not fit ends it: none is passed over."""
-        if not self._num_waiting or budget == 0 or len(self._running) >= self.limits.max_num_seqs:
+        if not self._num_waiting or budget == 0 or len(self._running) >= self.max_num_seqs:
             return
         # What the running rows are going to take: the rest of their prompts for sure, their answers perhaps.
         promised = sum(blocks_for(len(seq.token_ids)) - len(seq.block_table) for seq in self._running)
         growth = sum(map(self.admission.growth, self._running))
         parked = 0
-        while budget > 0 and len(self._running) < self.limits.max_num_seqs:
+        while budget > 0 and len(self._running) < self.max_num_seqs:
             seq = self._waiting.pop()
             if seq is None:
                 break

@@ -27,7 +27,8 @@ from pagemill.engine.models.spec import DecoderSpec
 from pagemill.engine.weights.fallback import fallback_spec, load_fallback
 from pagemill.engine.weights.gguf import GGUFFile
 from pagemill.engine.weights.safetensors import SafetensorsFiles, read_json
-from pagemill.kernels.linear import Linear
+from pagemill.kernels import attention_cpu
+from pagemill.kernels.linear import InvariantLinear, Linear, MakeDense
 from pagemill.kernels.linear_int8 import Int8Linear
 
 log = logging.getLogger(__name__)
@@ -153,22 +154,46 @@ def _ids(value: object) -> frozenset[int]:
     return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
 
 
+def check_deterministic(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Raises ModelLoadError where a row's bits cannot be kept apart from its neighbours'."""
+    reason = attention_cpu.refusal(checkpoint.spec.head_dim, dtype)
+    if checkpoint.family is None:
+        reason = f"{checkpoint.spec.architecture} runs through the code of transformers"
+    if reason is not None:
+        raise ModelLoadError(f"deterministic cannot be promised, since {reason}: leave it out.")
+
+
+def check_quantization(checkpoint: Checkpoint, quantization: str | None) -> None:
+    """Raises ModelLoadError where the model can't be computed in it."""
+    if quantization and checkpoint.family is None:
+        raise ModelLoadError(
+            f"quantization {quantization} needs a family of our own, and {checkpoint.path} runs through "
+            "transformers: leave it out."
+        )
+
+
 def load_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    deterministic: bool = False,
 ) -> Decoder | Fallback:
     """Reads every weight; whatever is wrong with one is a ModelLoadError that names it."""
+    check_quantization(checkpoint, quantization)
+    if deterministic:
+        check_deterministic(checkpoint, dtype)
     if isinstance(checkpoint.spec, FallbackSpec):
-        if quantization:
-            raise ModelLoadError(
-                f"quantization {quantization} needs a family of our own, and {checkpoint.path} runs through "
-                "transformers: leave it out."
-            )
         return load_fallback(checkpoint.path, checkpoint.spec, dtype)
-    return load_decoder(checkpoint, dtype, device, quantization)
+    return load_decoder(checkpoint, dtype, device, quantization, deterministic)
 
 
 def load_decoder(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    deterministic: bool = False,
 ) -> Decoder:
     """Reads every weight. One that is missing, misshapen or left over is a ModelLoadError that names it."""
     spec, shapes = checkpoint.spec, checkpoint.files.shapes
@@ -190,7 +215,9 @@ def load_decoder(
         tensor = checkpoint.restore(name, tensor)
         return tensor.to(device=device, dtype=dtype, copy=checkpoint.files.mapped)
 
-    make_dense = Int8Linear if quantization == "int8" else Linear
+    make_dense: MakeDense = InvariantLinear if deterministic else Linear
+    if quantization == "int8":
+        make_dense = Int8Linear  # exact integers: a row's own whatever is beside it
     decoder = Decoder(spec, take, lambda name: checkpoint.name_of(name) in shapes, make_dense)
     left = sorted(name for name in shapes.keys() - taken if not _ignorable(name, checkpoint, spec))
     if left:

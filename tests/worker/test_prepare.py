@@ -144,6 +144,19 @@ def test_an_answer_adds_samples_up() -> None:
     assert (message["queued_ms"], message["first_token_ms"], message["total_ms"]) == (500.0, 500.0, 1000.0)
 
 
+def test_a_row_is_queued_until_its_first_step_and_tokens_are_apart_by_their_mean() -> None:
+    times = Timings(10.0, first_token=10.5, finished=11.0, started=10.25)
+    samples = [
+        completion("rid", token_ids=(1, 2, 3), timings=times),
+        completion("rid#1", token_ids=(1, 2), timings=times),
+        completion("rid#2", token_ids=(1,), timings=times),
+    ]
+    message = answer("rid", samples, Letters(), 9.5)
+    assert (message["queued_ms"], message["first_token_ms"], message["total_ms"]) == (750.0, 500.0, 1000.0)
+    assert message["inter_token_ms"] == 375.0  # of 250 and 500; one token has no gap
+    assert answer("rid", samples[2:], Letters(), 9.5)["inter_token_ms"] is None
+
+
 def test_one_failed_sample_fails_the_row() -> None:
     bad = completion("rid#1", finish_reason="error", error_code="numeric_error", error_message="NaN")
     message = answer("rid", [completion("rid"), bad], Letters(), 9.5)

@@ -15,9 +15,11 @@ from tiny_tokenizers import byte_level
 from transformers import GPTNeoXConfig
 
 from pagemill.engine.config import EngineConfig
-from pagemill.engine.errors import ModelLoadError, OutOfMemory
+from pagemill.engine.engine import build_engine
+from pagemill.engine.errors import EngineError, ModelLoadError, OutOfMemory
+from pagemill.engine.request import Completion, Request, SamplingParams
 from pagemill.engine.run import load
-from pagemill.engine.run.load import LoadedModel, load_model, resolve_device, resolve_dtype
+from pagemill.engine.run.load import LoadedModel, load_model, resolve_dtype
 
 VOCABULARY = 520
 
@@ -56,6 +58,23 @@ def test_every_source_adds_to_the_ends(directory: Path) -> None:
     assert open_model(directory).info.eos_token_ids == {0, 2, 5, 6, 7}
     write(directory, "generation_config.json", {"eos_token_id": 5})
     assert open_model(directory).info.eos_token_ids == {0, 2, 5, 7}
+
+
+def test_a_row_stops_at_any_end_that_the_model_names(directory: Path) -> None:
+    """Not at the tokenizer's alone: rows would run on to their limit."""
+
+    def run() -> Completion:
+        engine = build_engine(EngineConfig(str(directory), num_blocks=20, dtype="float32"))
+        (completion,) = engine.run([Request("a", (40, 41, 42), SamplingParams(12, temperature=0.0))])
+        return completion
+
+    free = run()
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 12)
+    for last in (free.token_ids[2], free.token_ids[7]):
+        write(directory, "generation_config.json", {"eos_token_id": [VOCABULARY - 1, last]})
+        stopped = run()
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", None)
+        assert stopped.token_ids == free.token_ids[: free.token_ids.index(last) + 1]
 
 
 def test_an_end_outside_the_vocabulary_is_none(directory: Path) -> None:
@@ -108,10 +127,22 @@ def test_the_fingerprint_is_that_of_what_decides_the_tokens(directory: Path) -> 
 # Reasons
 
 
-def test_only_the_cpu_is_a_device() -> None:
-    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(ModelLoadError, match="runs on device cpu only, not 'cuda:1'"):
-        resolve_device("cuda:1")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"device": "cuda:1"}, "runs on device cpu only, not 'cuda:1'"),
+        ({"dtype": "float16"}, "float16 is not computed on CPU; use float32 or bfloat16"),
+        ({"dtype": "int8"}, "dtype must be auto, float32 or bfloat16, not 'int8'"),
+        ({"quantization": "int4"}, "quantization must be int8 or left out, not 'int4'"),
+        ({"kv_cache_gb": float("nan")}, "kv_cache_gb must be a number, not nan"),
+        ({"threads": 0}, "threads must be at least 1, not 0"),
+    ],
+)
+def test_what_no_model_can_be_run_with_is_refused_before_one_is_looked_at(
+    settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(EngineError, match=reason):
+        EngineConfig("nowhere", **settings)
 
 
 def test_auto_is_the_widest_type_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +151,6 @@ def test_auto_is_the_widest_type_that_is_fast(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(load, "_multiplies_bfloat16", lambda: True)
     assert resolve_dtype("auto") == torch.bfloat16
     assert resolve_dtype("float32") == torch.float32
-    with pytest.raises(ModelLoadError, match="float16 is not computed on CPU"):
-        resolve_dtype("float16")
-    with pytest.raises(ModelLoadError, match="not 'int8'"):
-        resolve_dtype("int8")
 
 
 def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(
@@ -136,8 +163,19 @@ def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(
 
 def test_too_little_memory_says_how_much_is_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "available_memory", lambda: 1000)
-    with pytest.raises(OutOfMemory, match=r"weights need .* and 1\.0 KiB are free"):
+    monkeypatch.setattr(load, "load_weights", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(OutOfMemory, match=r"MiB of weights in float32, .* for a step .* 1\.0 KiB are free"):
         open_model(directory)
+
+
+def test_what_is_gone_when_the_weights_are_read_counts(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter([1 << 40, 1 << 10])
+    monkeypatch.setattr(load, "available_memory", lambda: next(free))
+    with pytest.raises(OutOfMemory, match=r"1\.0 KiB are free") as error:
+        open_model(directory)
+    assert "weights" not in str(error.value)  # they have their memory already
 
 
 def test_threads_are_set_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +215,9 @@ def test_a_model_without_a_family_runs_through_transformers(tmp_path: Path) -> N
     assert (loaded.info.architecture, loaded.info.context) == ("GPTNeoXForCausalLM", 256)
     prompt = loaded.tokenizer.encode_prompt("Hello")
     assert Driver(loaded.runner).finish([sequence(prompt, greedy(9))]) == [reference_greedy(tiny, prompt, 9)]
+    # Without our memory it must not fall back on something else: causality is in how we call it.
+    with pytest.raises(TypeError, match="pagemill"):
+        loaded.runner.decoder._model(input_ids=torch.tensor([prompt]), use_cache=False)  # type: ignore[attr-defined]
     # What it is called on this machine is no part of what it answers.
     again = shutil.copytree(path, tmp_path / "elsewhere")
     assert open_model(again).info.fingerprint == loaded.info.fingerprint

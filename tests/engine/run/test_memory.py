@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import OutOfMemory
 from pagemill.engine.models.spec import DecoderSpec, RopeSpec
-from pagemill.engine.run.memory import MemoryPlan, available_memory, check_weights_fit, plan_memory
+from pagemill.engine.run.memory import MemoryPlan, plan_memory, size_text, step_bytes, weight_bytes
 
 # One block: 4 layers, keys and values, 2 heads of 32, 16 tokens, 4 bytes.
 ONE = 4 * 2 * 2 * 32 * 16 * 4
@@ -71,66 +71,70 @@ def test_a_context_beyond_the_models_is_refused() -> None:
         plan(context=1001)
 
 
-def test_a_budget_below_one_block_says_what_one_needs() -> None:
-    with pytest.raises(OutOfMemory, match=r"kv_cache_gb 1e-06 holds no block of .* one needs 32\.0 KiB"):
-        plan(kv_cache_gb=1e-6)
+STEP = step_bytes(SPEC, torch.float32, EngineConfig("model"))
 
 
 @pytest.mark.parametrize(("free", "fits"), [(50 * ONE, 801), (0, 0), (-5 * ONE, 0), (ONE - 1, 0)])
 def test_a_budget_beyond_what_is_free_says_what_would_fit(free: int, fits: int) -> None:
-    with pytest.raises(
-        OutOfMemory, match=f"num_blocks 100 needs .* are free; the largest context that fits is {fits} "
+    with pytest.raises(OutOfMemory, match=f"are free.* the largest context that fits is {fits} tokens"):
+        plan(num_blocks=100, available=free + STEP)
+
+
+def test_weights_memory_for_keys_and_a_step_have_to_fit_together() -> None:
+    weights = weight_bytes(SPEC, torch.float32, EngineConfig("model"))
+    config = EngineConfig("model", num_blocks=10)
+    whole = weights + STEP + 10 * ONE
+    for available in (whole, None):
+        assert plan_memory(SPEC, torch.float32, config, available, weights=weights).num_blocks == 10
+    with pytest.raises(OutOfMemory) as error:
+        plan_memory(SPEC, torch.float32, config, whole - 1, weights=weights)
+    said = str(error.value)
+    for part in (
+        f"{size_text(weights)} of weights in float32",
+        f"{size_text(STEP)} for a step",
+        f"{size_text(10 * ONE)} of key-value memory (num_blocks 10) are {size_text(whole)}",
+        f"{size_text(whole - 1)} are free",
+        f"key-value memory of {size_text(9 * ONE)} fits",
+        "the largest context that fits is 145 tokens",
     ):
-        plan(num_blocks=100, available=free)
+        assert part in said
 
 
-def test_weights_beyond_what_is_free_are_refused_before_they_are_read() -> None:
-    needed = SPEC.parameters() * 4
-    check_weights_fit(SPEC, torch.float32, needed)
-    check_weights_fit(SPEC, torch.float32, None)
-    with pytest.raises(OutOfMemory, match=r"need \d\.\d\d MiB in float32 and \d\.\d\d MiB are free"):
-        check_weights_fit(SPEC, torch.float32, needed - 1)
+def test_the_budget_that_an_error_names_does_fit() -> None:
+    available = STEP + 1000 * ONE + 5
+    with pytest.raises(OutOfMemory) as error:
+        plan(kv_cache_gb=5.0, available=available)
+    named = re.search(r"\(kv_cache_gb ([\d.]+)\)", str(error.value)[str(error.value).index("free") :])
+    assert named is not None
+    assert 900 < plan(kv_cache_gb=float(named[1]), available=available).num_blocks <= 1000
+
+
+@pytest.mark.parametrize("budget", [-1.0, 0.0, 1e-6])
+def test_a_budget_that_holds_nothing_says_what_one_needs_and_what_would_fit(budget: float) -> None:
+    with pytest.raises(OutOfMemory) as error:
+        plan(kv_cache_gb=budget, available=STEP + 50 * ONE)
+    said = str(error.value)
+    for part in (
+        f"kv_cache_gb {budget:g} holds no block of 16 tokens: one needs 32.0 KiB",
+        f"{size_text(STEP + 50 * ONE)} are free",
+        "the largest context that fits is 801 tokens",
+    ):
+        assert part in said
+
+
+def test_a_larger_step_needs_more() -> None:
+    for larger in ({"max_num_tokens": 4096}, {"max_num_seqs": 256}):
+        assert step_bytes(SPEC, torch.float32, EngineConfig("model", **larger)) > STEP
 
 
 def test_int8_weights_need_a_byte_each_and_the_embedding_its_own_dtype() -> None:
-    needed = SPEC.parameters() + SPEC.vocab_size * SPEC.hidden_size * 3
-    check_weights_fit(SPEC, torch.float32, needed, "int8")
-    with pytest.raises(OutOfMemory, match="in int8"):
-        check_weights_fit(SPEC, torch.float32, needed - 1, "int8")
+    expected = SPEC.parameters() + SPEC.vocab_size * SPEC.hidden_size * 3
+    assert weight_bytes(SPEC, torch.float32, EngineConfig("model", quantization="int8")) == expected
+    assert weight_bytes(SPEC, torch.bfloat16, EngineConfig("model")) == 2 * SPEC.parameters()
 
 
-# What is free
-
-
-def machine(tmp_path: Path, kib: int) -> Path:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {kib} kB\n")
-    return tmp_path
-
-
-def group(tmp_path: Path, limit: str, used: int, inactive: int) -> None:
-    directory = tmp_path / "sys/fs/cgroup"
-    directory.mkdir(parents=True)
-    (directory / "memory.max").write_text(limit + "\n")
-    (directory / "memory.current").write_text(f"{used}\n")
-    (directory / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
-
-
-def test_the_machines_memory_counts(tmp_path: Path) -> None:
-    assert available_memory(machine(tmp_path, 2048)) == 2048 * 1024
-
-
-def test_a_control_groups_limit_counts_where_it_is_lower(tmp_path: Path) -> None:
-    machine(tmp_path, 2048)
-    group(tmp_path, "1000000", 600_000, 100_000)
-    assert available_memory(tmp_path) == 500_000
-
-
-def test_a_control_group_without_a_limit_does_not_count(tmp_path: Path) -> None:
-    machine(tmp_path, 2048)
-    group(tmp_path, "max", 600_000, 0)
-    assert available_memory(tmp_path) == 2048 * 1024
-
-
-def test_an_unknown_system_is_unknown(tmp_path: Path) -> None:
-    assert available_memory(tmp_path) is None
+def test_deterministic_weights_of_two_bytes_need_four_but_for_the_embedding() -> None:
+    config = EngineConfig("model", deterministic=True)
+    expected = 4 * SPEC.parameters() - 2 * SPEC.vocab_size * SPEC.hidden_size
+    assert weight_bytes(SPEC, torch.bfloat16, config) == expected
+    assert weight_bytes(SPEC, torch.float32, config) == 4 * SPEC.parameters()
