@@ -28,6 +28,11 @@ class EngineConfig:
     max_num_tokens: token budget of a step, prefill chunks and decodes together.
     max_num_seqs: most rows running at once.
     prefix_cache: share the memory of common prefixes between rows.
+    prefix_order: run rows with a common prefix one after another; without it, and without a prefix cache,
+        they come in order of arrival.
+    long_rows_first: of rows that wait, begin with those that are expected to take longest.
+    learned_lengths: expect a row to produce what others of its group did; without it, its `max_tokens`.
+    identical_rows: run requests that must get the same tokens once.
     context: most tokens of prompt and answer together; never above the model's own.
     threads: CPU threads for arithmetic.
     """
@@ -41,6 +46,10 @@ class EngineConfig:
     max_num_tokens: int | None = None
     max_num_seqs: int | None = None
     prefix_cache: bool = True
+    prefix_order: bool = True
+    long_rows_first: bool = True
+    learned_lengths: bool = True
+    identical_rows: bool = True
     context: int | None = None
     threads: int | None = None
 
@@ -59,7 +68,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of one scheduler, all of them resolved.
+    """The limits of one scheduler, all of them resolved, and its switches, which are EngineConfig's.
 
     num_blocks: blocks of key-value memory. rope_switch: a row of more tokens than this has other keys than
     before, all of them (longrope); None for never. max_tokens_per_row: most tokens one row may reach,
@@ -71,6 +80,10 @@ class SchedulerConfig:
     max_num_tokens: int = 512
     max_num_seqs: int = 64
     prefix_cache: bool = True
+    prefix_order: bool = True
+    long_rows_first: bool = True
+    learned_lengths: bool = True
+    identical_rows: bool = True
     rope_switch: int | None = None
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ FIGURES = (
     "finished",
     "prompt_tokens",
     "cached_tokens",
+    "identical_rows",
     "generated_tokens",
     "preemptions",
     "blocks_used",
@@ -69,6 +70,10 @@ class NativeEngine:
                 kv_cache_gb=config["kv_cache_gb"],
                 max_num_seqs=config["max_num_seqs"],
                 prefix_cache=config["prefix_cache"],
+                prefix_order=config["prefix_order"],
+                long_rows_first=config["long_rows_first"],
+                learned_lengths=config["learned_lengths"],
+                identical_rows=config["identical_rows"],
                 context=config["context"],
                 threads=config["threads"],
             )
@@ -97,6 +102,7 @@ class NativeEngine:
             context=message["context"],
             special=message["special"],
             priority=message["priority"],
+            group=message["group"],
         )
         self._board.prepare.write(())
         if isinstance(requests, RowFault):
@@ -152,7 +158,9 @@ class NativeEngine:
 
     def _note(self, batch: Batch) -> None:
         self._step_tokens = batch.num_tokens
-        self._board.step.write(dict.fromkeys(self._rows[s.request.request_id].rid for s in batch.sequences))
+        # Rows that share one of its sequences would end the process as well: suspects all.
+        names = self._engine.request_ids(batch)
+        self._board.step.write(dict.fromkeys(self._rows[name].rid for name in names))
 
     def _settle(self, completion: Completion) -> None:
         with self._changed:

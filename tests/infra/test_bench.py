@@ -301,10 +301,14 @@ def test_the_engine_runs_a_workload_cut_short(
         "4",
     ]
     words += ["--set", "max_num_seqs=2", "--json", "r.json", "--outputs", "o.json"]
+    # The three rows are alike. That two of them need not run at all is for another test: here they find the
+    # blocks of the first.
+    words += ["--set", "identical_rows=false"]
     done = run(words, tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "r.json").read_text())
     assert (found["rows"], found["output_tokens"], found["prompt_tokens"]) == (3, 12, 120)
+    assert found["identical_rows"] == 0
     assert found["cached_tokens"] == 64  # two of three rows find two whole blocks of the first
     speed, seconds = found["output_tokens_per_second"], found["seconds"]
     assert speed == pytest.approx(12 / seconds, rel=0.01)
