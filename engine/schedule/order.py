@@ -29,10 +29,9 @@ _Arrivals = list[tuple[int, Sequence]]  # a heap
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Rows of one priority and label. served: the work of what it has given, on the lane's scale."""
+    """Rows of one priority and label. Each pop is a turn, also of a row that then waits for its prefix."""
 
     label: str
-    served: float
     sweep: PrefixTree
     following: PrefixTree
     first: _Arrivals = field(default_factory=list)
@@ -46,10 +45,9 @@ class _Lane:
         self._make_tree = make_tree
         self._first: _Arrivals = []
         self._groups: dict[str, _Group] = {}
-        # Whose turn is next. An entry whose figure is not the group's any more is passed over.
-        self._turns: list[tuple[float, int, _Group]] = []
+        self._turns: list[tuple[float, int, _Group]] = []  # a heap: whose turn is next
         self._count = itertools.count()
-        self._now = 0.0  # what the group of the last turn had been served before
+        self._now = 0.0  # how far the lane is: what the group of the last turn had been served before it
 
     def push(self, seq: Sequence) -> None:
         self._group(seq).following.push(seq)
@@ -58,11 +56,7 @@ class _Lane:
         heapq.heappush(self._first, (seq.arrival, seq))
 
     def push_back(self, seq: Sequence) -> None:
-        group = self._group(seq)
-        heapq.heappush(group.first, (seq.arrival, seq))
-        # It had its turn and has not run: its group gets that back.
-        group.served = max(self._now, group.served - seq.work)
-        self._queue(group)
+        heapq.heappush(self._group(seq).first, (seq.arrival, seq))
 
     def pop(self) -> Sequence | None:
         while self._first:
@@ -70,19 +64,12 @@ class _Lane:
             if self._waits(seq):
                 return seq
         while self._turns:
-            served, _, group = self._turns[0]
-            if served != group.served or self._groups.get(group.label) is not group:
-                heapq.heappop(self._turns)
-                continue
+            self._now, _, group = heapq.heappop(self._turns)
             found = self._pop_from(group)
-            heapq.heappop(self._turns)
-            if found is None:
-                del self._groups[group.label]
-                continue
-            self._now = served
-            group.served += found.work
-            self._queue(group)
-            return found
+            if found is not None:
+                self._queue(group, self._now + found.work)
+                return found
+            del self._groups[group.label]
         return None
 
     def _pop_from(self, group: _Group) -> Sequence | None:
@@ -105,12 +92,13 @@ class _Lane:
         label = seq.request.group
         group = self._groups.get(label)
         if group is None:
-            group = self._groups[label] = _Group(label, self._now, self._make_tree(), self._make_tree())
-            self._queue(group)
+            group = self._groups[label] = _Group(label, self._make_tree(), self._make_tree())
+            self._queue(group, self._now)
         return group
 
-    def _queue(self, group: _Group) -> None:
-        heapq.heappush(self._turns, (group.served, next(self._count), group))
+    def _queue(self, group: _Group, served: float) -> None:
+        """served: the work of the rows that the group has given, on the lane's scale."""
+        heapq.heappush(self._turns, (served, next(self._count), group))
 
 
 class WaitingQueue:
