@@ -363,7 +363,7 @@ class Obedient:
     [
         ("prefix_cache", "computed_tokens", 5.0),
         ("prefix_order", "computed_tokens", 1.5),
-        ("identical_rows", "computed_tokens", 6.0),
+        ("identical_rows", "computed_tokens", 3.5),
         ("long_rows_first", "steps", 1.1),
         ("learned_lengths", "steps", 2.0),
     ],
