@@ -39,6 +39,11 @@ class EngineConfig:
     deterministic: a row's logits have the same bits whatever its neighbours, batch, chunks and threads, in
         any dtype. float32 and int8 keep that promise anyway, at no cost; bfloat16 then computes its dense
         layers from weights widened to float32 (engine/README.md has what that costs).
+    prefix_order: run rows with a common prefix one after another; without it, and without a prefix cache,
+        they come in order of arrival.
+    long_rows_first: of rows that wait, begin with those that are expected to take longest.
+    learned_lengths: expect a row to produce what others of its group did; without it, its `max_tokens`.
+    identical_rows: run requests that must get the same tokens once.
     context: most tokens of prompt and answer together; never above the model's own.
     threads: CPU threads for arithmetic.
     """
@@ -53,6 +58,10 @@ class EngineConfig:
     max_num_seqs: int | None = None
     prefix_cache: bool = True
     deterministic: bool = False
+    prefix_order: bool = True
+    long_rows_first: bool = True
+    learned_lengths: bool = True
+    identical_rows: bool = True
     context: int | None = None
     threads: int | None = None
 
@@ -77,7 +86,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of one scheduler, all of them resolved.
+    """The limits of one scheduler, all of them resolved, and its switches, which are EngineConfig's.
 
     num_blocks: blocks of key-value memory. rope_switch: a row of more tokens than this has other keys than
     before, all of them (longrope); None for never. max_tokens_per_row: most tokens one row may reach,
@@ -89,6 +98,10 @@ class SchedulerConfig:
     max_num_tokens: int = 512
     max_num_seqs: int = 64
     prefix_cache: bool = True
+    prefix_order: bool = True
+    long_rows_first: bool = True
+    learned_lengths: bool = True
+    identical_rows: bool = True
     rope_switch: int | None = None
 
     def __post_init__(self) -> None:

@@ -22,10 +22,11 @@ from pagemill.engine.config import (
 )
 from pagemill.engine.detokenize import PartialText
 from pagemill.engine.finish import ending, refusal, text_token_ids
+from pagemill.engine.flights import Flight, Flights, Rider
 from pagemill.engine.metrics import EngineMetrics, Meter
-from pagemill.engine.request import Completion, Delta, Request, Timings, Usage
+from pagemill.engine.request import Completion, Delta, FinishReason, Request, Timings, Usage
 from pagemill.engine.schedule.scheduler import Scheduler
-from pagemill.engine.sequence import Sequence, Status
+from pagemill.engine.sequence import Status
 
 if TYPE_CHECKING:
     from pagemill.engine.tokenizer import Tokenizer
@@ -63,16 +64,14 @@ class Engine:
         self._runner = runner
         self._clock = clock
         self._arrivals = 0
-        self._rows: dict[str, Sequence] = {}
-        self._texts: dict[str, PartialText] = {}
-        self._streamed: dict[str, int] = {}  # request id -> output tokens already in deltas
+        self._flights = Flights(share=limits.identical_rows)
         self._ended: list[Completion] = []
         self._deltas: list[Delta] = []
         self._meter = Meter(limits.max_num_tokens)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._rows or self._ended)
+        return bool(self._flights or self._ended)
 
     @property
     def num_steps(self) -> int:
@@ -84,34 +83,42 @@ class Engine:
         stream: collect its tokens as they come, for `take_deltas`.
         Raises ValueError when a request of that id is in flight.
         """
-        if request.request_id in self._rows:
+        if request.request_id in self._flights:
             raise ValueError(f"A request {request.request_id!r} is already in flight.")
-        seq = Sequence.of(request, self._arrivals, self._clock())
+        text = self._partial_text(request) if stream else None
+        rider = Rider(request, self._arrivals, self._clock(), text)
         self._arrivals += 1
-        self._rows[request.request_id] = seq
-        if stream:
-            self._streamed[request.request_id] = 0
-        if stream or request.sampling.stop:
-            self._texts[request.request_id] = self._partial_text(request)
         refused = refusal(request, self.model_info, self.limits)
         if refused is not None:
-            seq.status = Status.FINISHED  # the scheduler never sees it
-            self._end_with_error(seq, refused.code, refused.message)
+            flight = self._flights.begin(rider, None, alone=True)
+            flight.seq.status = Status.FINISHED  # the scheduler never sees it
+            self._end_with_error(flight, refused.code, refused.message)
+            return
+        joined = self._flights.join(rider)
+        if joined is None:
+            self._begin(rider)
         else:
-            self.scheduler.add(seq)
+            self.scheduler.promote(joined.seq, request.priority)
 
     def abort(self, request_id: str) -> bool:
-        """End a row now, waiting or running; False when it is not in flight (any more)."""
-        seq = self._rows.get(request_id)
-        if seq is None:
+        """End a request now, waiting or running; False when it is not in flight (any more)."""
+        flight = self._flights.with_request(request_id)
+        if flight is None:
             return False
-        seq.finish_reason = "abort"
-        self._end(seq)
+        completion = self._completion(flight, "abort")
+        self._answer(flight, flight.riders[request_id], completion, self._clock())
+        if not flight.riders:
+            self.scheduler.remove(flight.seq)
         return True
 
     def abort_all(self) -> None:
-        for request_id in list(self._rows):
-            self.abort(request_id)
+        for flight in self._flights:
+            for request_id in list(flight.riders):
+                self.abort(request_id)
+
+    def request_ids(self, batch: Batch) -> list[str]:
+        """Whom a batch computes for; identical requests share one of its sequences."""
+        return [name for seq in batch.sequences for name in self._flights.of(seq).riders]
 
     def step(self) -> list[Completion]:
         """Run one batch and return every row that has ended since the last step."""
@@ -149,10 +156,10 @@ class Engine:
 
     def fail_all(self, message: str) -> list[Completion]:
         """End every row with `engine_error`, after a step has raised; the engine is not to be used again."""
-        for seq in list(self._rows.values()):
+        for flight in self._flights:
             # What a step left half done is not touched: giving memory back could raise, and helps nobody.
-            seq.status = Status.FINISHED
-            self._end_with_error(seq, "engine_error", message)
+            flight.seq.status = Status.FINISHED
+            self._end_with_error(flight, "engine_error", message, again=False)
         ended, self._ended = self._ended, []
         return ended
 
@@ -169,6 +176,7 @@ class Engine:
             prefilled_tokens=meter.prefilled,
             generated_tokens=meter.generated,
             finished=meter.finished,
+            identical_rows=self._flights.joined,
             preemptions=scheduler.preemptions,
             steps=meter.steps,
             batch_fill=meter.batch_fill,
@@ -184,9 +192,10 @@ class Engine:
         """Give every row of the batch what the step made of it."""
         self.scheduler.advance(batch, result.finite)
         for i, seq in enumerate(batch.sequences):
+            flight = self._flights.of(seq)
             if not result.finite[i]:
                 self._end_with_error(
-                    seq,
+                    flight,
                     "numeric_error",
                     "The model's output for this row is not a finite number (NaN or Inf).",
                 )
@@ -202,80 +211,87 @@ class Engine:
                 seq.logprobs.append(logprob)
             if seq.first_token_at is None:
                 seq.first_token_at = now
-            self._after_token(seq)
+            self._after_token(flight)
 
-    def _after_token(self, seq: Sequence) -> None:
-        """End the row if its new token ends it; pass on what a streamed row has to show."""
-        request_id = seq.request.request_id
-        partial = self._texts.get(request_id)
-        match = None
-        if partial is not None:
-            try:
-                partial.advance(seq.output_token_ids)
-            except Exception as error:
-                self._end_with_error(seq, *_undecodable(error))
-                return
-            match = partial.match[1] if partial.match is not None else None
+    def _after_token(self, flight: Flight) -> None:
+        """End the row if its new token ends it; pass on what streamed requests have to show."""
+        seq = flight.seq
+        try:
+            match = flight.stop_match()
+        except Exception as error:
+            self._end_with_error(flight, *_undecodable(error))
+            return
         end = ending(seq, self.model_info.eos_token_ids, self.limits.max_tokens_per_row, match)
         if end is not None:
             seq.finish_reason, seq.stop_reason = end.reason, end.stop_reason
-            self._end(seq)
-        elif partial is not None and request_id in self._streamed:
-            self._deltas.append(Delta(request_id, self._new_tokens(seq), partial.release()))
-
-    def _new_tokens(self, seq: Sequence) -> tuple[int, ...]:
-        request_id = seq.request.request_id
-        seen = self._streamed[request_id]
-        self._streamed[request_id] = seq.num_output_tokens
-        return tuple(seq.token_ids[seq.num_prompt_tokens + seen :])
-
-    def _end_with_error(self, seq: Sequence, code: str, message: str) -> None:
-        seq.finish_reason, seq.error_code, seq.error_message = "error", code, message
-        self._end(seq)
-
-    def _end(self, seq: Sequence) -> None:
-        """Let go of a row's memory and turn it into its completion."""
-        request_id = seq.request.request_id
-        seq.finished_at = self._clock()
-        self.scheduler.remove(seq)
-        del self._rows[request_id]
-        partial = self._texts.pop(request_id, None)
-        completion = self._completion(seq, partial)
-        self._ended.append(completion)
-        if request_id in self._streamed and partial is not None:
-            new_tokens = self._new_tokens(seq)
-            self._deltas.append(Delta(request_id, new_tokens, partial.rest(completion.text), completion))
-            del self._streamed[request_id]
-
-    def _completion(self, seq: Sequence, partial: PartialText | None) -> Completion:
-        request = seq.request
+            self._end(flight)
+            return
         try:
-            text = self._text(seq, partial)
+            self._deltas += flight.deltas()
         except Exception as error:
-            text = ""
-            seq.finish_reason = "error"
-            seq.error_code, seq.error_message = _undecodable(error)
+            self._end_with_error(flight, *_undecodable(error))
+
+    def _begin(self, rider: Rider, *, alone: bool = False) -> None:
+        stops = rider.request.sampling.stop
+        text = self._partial_text(rider.request) if stops else None
+        self.scheduler.add(self._flights.begin(rider, text, alone=alone).seq)
+
+    def _end_with_error(self, flight: Flight, code: str, message: str, *, again: bool = True) -> None:
+        seq = flight.seq
+        seq.finish_reason, seq.error_code, seq.error_message = "error", code, message
+        self._end(flight, again=again)
+
+    def _end(self, flight: Flight, *, again: bool = True) -> None:
+        """Let go of a row's memory and answer its riders.
+
+        A row that failed has failed one of them. The others run again, each on its own, so that nobody's
+        answer depends on who came with the same question.
+        """
+        now = self._clock()
+        self.scheduler.remove(flight.seq)
+        completion = self._completion(flight, flight.seq.finish_reason or "abort")
+        first, *others = flight.riders.values()
+        self._answer(flight, first, completion, now)
+        for rider in others:
+            if completion.finish_reason == "error" and again:
+                self._flights.leave(rider.request.request_id)
+                self._begin(rider, alone=True)
+            else:
+                self._answer(flight, rider, completion, now)
+
+    def _answer(self, flight: Flight, rider: Rider, completion: Completion, now: float) -> None:
+        """Turn the flight's completion into the rider's, who leaves."""
+        own = rider.completion(completion, flight.seq, now)
+        self._flights.leave(own.request_id)
+        self._ended.append(own)
+        if rider.text is not None:
+            self._deltas.append(rider.last_delta(own))
+
+    def _completion(self, flight: Flight, reason: FinishReason) -> Completion:
+        """What the row has come to, but for what is each rider's own."""
+        seq = flight.seq
+        stop, code, message = seq.stop_reason, seq.error_code, seq.error_message
+        try:
+            text = self.tokenizer.decode(text_token_ids(seq))
+            if flight.text is not None and reason in ("stop", "length"):
+                text = flight.text.settle(text, seq.num_output_tokens)
+                if flight.text.match is not None:
+                    reason, stop = "stop", flight.text.match[1]
+        except Exception as error:
+            text, reason = "", "error"
+            code, message = _undecodable(error)
         return Completion(
-            request_id=request.request_id,
+            request_id=seq.request.request_id,
             text=text,
             token_ids=tuple(seq.output_token_ids),
-            finish_reason=seq.finish_reason or "abort",
-            usage=Usage(seq.num_prompt_tokens, seq.num_output_tokens, seq.num_cached_tokens),
-            timings=Timings(seq.queued_at, seq.first_token_at, seq.finished_at, seq.started_at),
-            logprobs=tuple(seq.logprobs) if request.sampling.logprobs is not None else None,
-            error_code=seq.error_code,
-            error_message=seq.error_message,
-            stop_reason=seq.stop_reason,
+            finish_reason=reason,
+            usage=Usage(seq.num_prompt_tokens, seq.num_output_tokens),
+            timings=Timings(0.0),
+            logprobs=tuple(seq.logprobs) if seq.request.sampling.logprobs is not None else None,
+            error_code=code,
+            error_message=message,
+            stop_reason=stop,
         )
-
-    def _text(self, seq: Sequence, partial: PartialText | None) -> str:
-        text = self.tokenizer.decode(text_token_ids(seq))
-        if partial is None or seq.finish_reason not in ("stop", "length"):
-            return text
-        cut = partial.settle(text, seq.num_output_tokens)
-        if partial.match is not None:
-            seq.finish_reason, seq.stop_reason = "stop", partial.match[1]
-        return cut
 
     def _partial_text(self, request: Request) -> PartialText:
         return PartialText(
@@ -309,6 +325,10 @@ def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] |
         max_num_tokens=config.max_num_tokens or DEFAULT_NUM_TOKENS,
         max_num_seqs=config.max_num_seqs or DEFAULT_NUM_SEQS,
         prefix_cache=config.prefix_cache,
+        prefix_order=config.prefix_order,
+        long_rows_first=config.long_rows_first,
+        learned_lengths=config.learned_lengths,
+        identical_rows=config.identical_rows,
         rope_switch=info.rope_switch,
     )
     log.info(describe(info, limits))

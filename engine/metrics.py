@@ -22,6 +22,7 @@ class EngineMetrics:
     rows_allowed: how many rows may run now; less than the limit while memory is short.
     waiting: rows not running, whether new, preempted, or parked behind a row that computes their prefix.
     cached_tokens / prompt_tokens: of the prompts admitted so far, how much the prefix cache gave.
+    identical_rows: requests that got the tokens of an identical one, and appear in no figure but `finished`.
     prefilled_tokens: prompt and recomputed tokens that went through the model.
     batch_fill: mean share of the token budget in use.
     """
@@ -36,6 +37,7 @@ class EngineMetrics:
     prefilled_tokens: int
     generated_tokens: int
     finished: int
+    identical_rows: int
     preemptions: int
     steps: int
     batch_fill: float

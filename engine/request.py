@@ -45,6 +45,16 @@ class SamplingParams:
     logprobs: int | None = None
     sample: int = 0
 
+    @property
+    def greedy(self) -> bool:
+        """Whether no noise decides: one token is left to choose from at each position."""
+        return self.temperature == 0 or self.top_p == 0 or self.top_k == 1
+
+    @property
+    def endless(self) -> bool:
+        """Whether a row can't end before its limit, whatever it produces."""
+        return self.ignore_eos and not self.stop and not self.stop_token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -54,6 +64,9 @@ class Request:
         generator), so that a request computed again repeats. Unsigned 64-bit.
     cache_salt: prompts with different salts never share cached blocks.
     priority: higher goes first among the waiting.
+    group: rows of one group (a job, say) are expected to be of a kind: answers are taken to be about as long
+        as those of the group before. Groups share the engine evenly, and only within one do identical
+        requests share a row.
     """
 
     request_id: str
@@ -62,6 +75,7 @@ class Request:
     seed: int = 0
     cache_salt: str = ""
     priority: int = 0
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +89,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """cached_tokens: of the prompt, how many the prefix cache gave to the row that ran. A request that was
+    answered with the tokens of an identical one has none, so that a sum over requests counts each hit once.
+    """
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0

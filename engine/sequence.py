@@ -30,6 +30,8 @@ class Sequence:
     block_table: ids of the memory blocks that hold tokens [16 * i, 16 * (i + 1)).
     block_hashes: chain hash of each full block known so far.
     arrival: order of arrival, fixed for life: preemption takes the latest first.
+    priority: the highest of those who want this row's tokens. work: what it is expected to cost, set when it
+        begins to wait. parked: it waits for another row to compute its prefix, and stands in no queue.
     long_rope: whether its keys turn by the frequencies of texts beyond the model's original context.
     """
 
@@ -42,6 +44,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     long_rope: bool = False
+    priority: int = 0
+    work: float = 0.0
+    parked: bool = False
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -49,19 +54,17 @@ class Sequence:
     error_message: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_preemptions: int = 0
-    queued_at: float = 0.0
     started_at: float | None = None
     first_token_at: float | None = None
-    finished_at: float | None = None
 
     @classmethod
-    def of(cls, request: Request, arrival: int, queued_at: float = 0.0) -> Sequence:
+    def of(cls, request: Request, arrival: int) -> Sequence:
         return cls(
             request=request,
             arrival=arrival,
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
-            queued_at=queued_at,
+            priority=request.priority,
         )
 
     @property

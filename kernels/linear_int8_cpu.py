@@ -146,7 +146,8 @@ class Layer:
 
 def _in_turns(whole: Tensor) -> Tensor:
     """The panels of two halves [out / 2, ...], one of the first and one of the second in turns."""
-    return torch.stack([half.unflatten(0, (-1, words.PANEL)) for half in whole.chunk(2)], 1).flatten(0, 2)
+    halves = [half.reshape(-1, words.PANEL, *whole.shape[1:]) for half in whole.chunk(2)]
+    return torch.stack(halves, 1).flatten(0, 2)
 
 
 def _panels(values: Tensor, together: int) -> Tensor:

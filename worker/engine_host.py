@@ -42,6 +42,7 @@ CANARY: Message = {
     "context": None,
     "special": "text",
     "priority": 0,
+    "group": "",
 }
 
 
@@ -142,9 +143,14 @@ class EngineHost:
         context: int | None = None,
         special: str = "text",
         priority: int = 0,
+        group: str = "",
     ) -> None:
-        """Hand a row down, waiting for a credit. `rid` must be new: it carries the fence of its lease."""
-        message = {"rid": rid, "row": row, "context": context, "special": special, "priority": priority}
+        """Hand a row down, waiting for a credit. `rid` must be new: it carries the fence of its lease.
+
+        group: what the engine shares out evenly and learns lengths of, the row's job.
+        """
+        how = {"context": context, "special": special, "priority": priority, "group": group}
+        message = {"rid": rid, "row": row, **how}
         line = encode(message)
         await self._credits.take(len(line))
         assert rid not in self._rows, f"{rid} is already in the engine"

@@ -31,6 +31,10 @@ ENGINE_SETTINGS = (
     "kv_cache_gb",
     "max_num_seqs",
     "prefix_cache",
+    "prefix_order",
+    "long_rows_first",
+    "learned_lengths",
+    "identical_rows",
     "deterministic",
     "context",
     "threads",
@@ -43,6 +47,7 @@ FIGURES = (
     "cached_tokens",
     "hit_rate",
     "prefilled_tokens",
+    "identical_rows",
     "generated_tokens",
     "preemptions",
     "blocks_used",
@@ -106,6 +111,7 @@ class NativeEngine:
             context=message["context"],
             special=message["special"],
             priority=message["priority"],
+            group=message["group"],
         )
         self._board.prepare.write(())
         if isinstance(requests, RowFault):
@@ -161,7 +167,9 @@ class NativeEngine:
 
     def _note(self, batch: Batch) -> None:
         self._step_tokens = batch.num_tokens
-        self._board.step.write(dict.fromkeys(self._rows[s.request.request_id].rid for s in batch.sequences))
+        # Rows that share one of its sequences would end the process as well: suspects all.
+        names = self._engine.request_ids(batch)
+        self._board.step.write(dict.fromkeys(self._rows[name].rid for name in names))
 
     def _settle(self, completion: Completion) -> None:
         with self._changed:

@@ -46,10 +46,12 @@ def prepare(
     context: int | None = None,
     special: str = "text",
     priority: int = 0,
+    group: str = "",
 ) -> list[Request] | RowFault:
     """The requests of a row, one a sample, or why it can't run. Whatever its text does, nothing is raised.
 
-    context: what the job declared, if less than the model's. Request ids are `rid`, then `rid#1`, ….
+    context: what the job declared, if less than the model's. group: see the engine's Request. Request ids
+    are `rid`, then `rid#1`, ….
     """
     try:
         ids = _token_ids(row, tokens, special)
@@ -81,6 +83,7 @@ def prepare(
             sampling=SamplingParams(**sampling, sample=sample),
             seed=row.seed,
             priority=priority,
+            group=group,
         )
         for sample in range(row.params.get("n", 1))
     ]

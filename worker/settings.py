@@ -36,8 +36,12 @@ class WorkerSettings(ClientSettings):
     context: int | None = Field(None, ge=1, description="hold less than the model's own context")
     threads: int | None = Field(None, ge=1, description="threads of the engine's arithmetic")
     max_num_seqs: int | None = Field(None, ge=1, description="rows in one step of the engine")
-    prefix_cache: bool = True
     deterministic: bool = Field(False, description="a row's bits depend on nothing but the row, in any dtype")
+    prefix_cache: bool = Field(True, description="share the memory of common prefixes")
+    prefix_order: bool = Field(True, description="rows with a common prefix one after another")
+    long_rows_first: bool = Field(True, description="of rows that wait, the longest first")
+    learned_lengths: bool = Field(True, description="expect answers as long as the job's have been")
+    identical_rows: bool = Field(True, description="run rows of a job that are the same once")
 
     slots: int = Field(2, ge=1, le=64, description="shards at once; one more serves starved jobs")
     max_rows_in_flight: int = Field(128, ge=1, description="rows in the engine's process at once")

@@ -217,6 +217,7 @@ class ShardRun:
                 context=self._spec.context,
                 special=self._spec.special_tokens_in_content,
                 priority=self._priority,
+                group=self._guard.lease.job,
             )
             self._down.add(row.row_index)
             self._count_running(1)

@@ -2,7 +2,7 @@
 
 Both ends import this, so it stays free of asyncio, torch and Redis. It may not know what the messages mean.
 
-    data      down  {"rid", "row", "context", "special", "priority"}          one line a row
+    data      down  {"rid", "row", "context", "special", "priority", "group"} one line a row
               up    {"rid", "status", "choices", …}                           one line a row, always
     control   down  {"op": "start", …} first, then abort, shutdown
               up    {"op": "ready", …} or {"op": "failed", "message"}, then beats

@@ -39,6 +39,7 @@ class InFlight:
         return last
 
     def park(self, seq: Sequence, label: bytes) -> None:
+        seq.parked = True
         self._parked.setdefault(label, []).append(seq)
 
     def published(self, labels: Iterable[bytes]) -> list[Sequence]:
@@ -47,6 +48,8 @@ class InFlight:
         for label in labels:
             self._computing.pop(label, None)
             released += self._parked.pop(label, ())
+        for seq in released:
+            seq.parked = False
         return [seq for seq in released if seq.status is Status.WAITING]
 
     def give_up(self, seq: Sequence) -> list[Sequence]:
@@ -60,4 +63,4 @@ class InFlight:
         assert all(seq in rows for seq in self._computing.values()), "A row computes and does not run."
         assert self._parked.keys() <= self._computing.keys(), "A row waits for a block that nobody computes."
         for parked in self._parked.values():
-            assert all(not seq.block_table for seq in parked), "A parked row holds blocks."
+            assert all(seq.parked and not seq.block_table for seq in parked), "A parked row holds blocks."

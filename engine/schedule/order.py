@@ -1,144 +1,137 @@
-"""The order of rows that wait: by priority, then so that rows with a common prefix follow one another.
+"""The order of rows that wait: by priority, then group by group in turn, then by tree.py.
 
-Rows of one priority are taken in sweeps. A sweep is everything that waited when it began, as a prefix tree
-over 16-token blocks walked depth first: each common prefix is computed once, and used by all its rows
-before its memory is given to another. What arrives meanwhile waits for the next sweep, so a stream of rows
-with a popular prefix can't keep the others waiting for ever. A plain sort would do the same at a price that
-grows with the queue; the tree costs a row the blocks that it shares.
+Rows of one priority are taken from their groups (jobs, say) by fair queueing: a group's turn comes when it
+has had the least work so far, where the work of a row is what it is expected to cost. So a hundred rows
+behind a million of another job come through at half speed, not at the end (start-time fair queueing, Goyal,
+Vin and Cheng 1996). A group that comes anew starts level with the others, whatever it had before.
 
-Rows that come back (preempted, put back, released) go before all of their priority, in order of arrival.
+Rows of one group are taken in sweeps. A sweep is everything that waited when it began. What arrives
+meanwhile waits for the next, so a stream of rows with a popular prefix, or of long ones, can't keep the
+others waiting for ever.
+
+Rows that were popped before come first: those without memory before all of their priority, those whose
+prefix has been computed before all of their group, each in order of arrival.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import insort
-from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagemill.engine.cache.prefix import extend_hashes
-from pagemill.engine.config import BLOCK_SIZE
+from pagemill.engine.schedule.tree import PrefixTree
 from pagemill.engine.sequence import Sequence, Status
+
+_Arrivals = list[tuple[int, Sequence]]  # a heap
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
-    """A common prefix. A child that is a single row is split no further until a second one comes."""
+class _Group:
+    """Rows of one priority and label. Each pop is a turn, also of a row that then waits for its prefix."""
 
-    rows: deque[Sequence] = field(default_factory=deque)
-    children: OrderedDict[bytes, _Node | Sequence] = field(default_factory=OrderedDict)
-
-
-class PrefixTree:
-    """Rows by common prefix; without one to look at (`by_prefix` off) a plain queue.
-
-    `pop` walks depth first, older branches first, and takes the tree apart: nothing is pushed any more
-    once the first row has been popped.
-    """
-
-    def __init__(self, *, by_prefix: bool = True) -> None:
-        self._by_prefix = by_prefix
-        self._root = _Node()
-        self._path = [self._root]
-
-    def push(self, seq: Sequence) -> None:
-        node, depth = self._root, 0
-        while (key := self._key(seq, depth)) is not None:
-            child = node.children.get(key)
-            if child is None:
-                node.children[key] = seq
-                return
-            depth += 1
-            if isinstance(child, Sequence):
-                child = node.children[key] = self._split(child, depth)
-            node = child
-        node.rows.append(seq)
-
-    def pop(self) -> Sequence | None:
-        while self._path:
-            node = self._path[-1]
-            if node.rows:
-                return node.rows.popleft()
-            if not node.children:
-                self._path.pop()
-                continue
-            _, child = node.children.popitem(last=False)
-            if isinstance(child, Sequence):
-                return child
-            self._path.append(child)
-        return None
-
-    def _split(self, seq: Sequence, depth: int) -> _Node:
-        """The row in a node of its own, at `depth`, where others can join it."""
-        node = _Node()
-        key = self._key(seq, depth)
-        if key is None:
-            node.rows.append(seq)
-        else:
-            node.children[key] = seq
-        return node
-
-    def _key(self, seq: Sequence, depth: int) -> bytes | None:
-        """The hash of the row's block at this depth, made only as deep as rows have something in common."""
-        if not self._by_prefix or (depth + 1) * BLOCK_SIZE > seq.num_prompt_tokens:
-            return None
-        extend_hashes(seq, depth + 1)
-        return seq.block_hashes[depth]
+    label: str
+    sweep: PrefixTree
+    following: PrefixTree
+    first: _Arrivals = field(default_factory=list)
 
 
 class _Lane:
     """The rows of one priority."""
 
-    def __init__(self, *, by_prefix: bool) -> None:
-        self._by_prefix = by_prefix
-        self._first: list[tuple[int, Sequence]] = []
-        self._sweep = PrefixTree(by_prefix=by_prefix)
-        self._next = PrefixTree(by_prefix=by_prefix)
+    def __init__(self, priority: int, make_tree: Callable[[], PrefixTree]) -> None:
+        self._priority = priority
+        self._make_tree = make_tree
+        self._first: _Arrivals = []
+        self._groups: dict[str, _Group] = {}
+        self._turns: list[tuple[float, int, _Group]] = []  # a heap: whose turn is next
+        self._count = itertools.count()
+        self._now = 0.0  # how far the lane is: what the group of the last turn had been served before it
 
     def push(self, seq: Sequence) -> None:
-        self._next.push(seq)
+        self._group(seq).following.push(seq)
 
     def push_first(self, seq: Sequence) -> None:
         heapq.heappush(self._first, (seq.arrival, seq))
 
+    def push_back(self, seq: Sequence) -> None:
+        heapq.heappush(self._group(seq).first, (seq.arrival, seq))
+
     def pop(self) -> Sequence | None:
-        if self._first:
-            return heapq.heappop(self._first)[1]
-        seq = self._sweep.pop()
-        if seq is None:
-            self._sweep, self._next = self._next, PrefixTree(by_prefix=self._by_prefix)
-            seq = self._sweep.pop()
-        return seq
+        while self._first:
+            seq = heapq.heappop(self._first)[1]
+            if self._waits(seq):
+                return seq
+        while self._turns:
+            self._now, _, group = heapq.heappop(self._turns)
+            found = self._pop_from(group)
+            if found is not None:
+                self._queue(group, self._now + found.work)
+                return found
+            del self._groups[group.label]
+        return None
+
+    def _pop_from(self, group: _Group) -> Sequence | None:
+        while group.first:
+            seq = heapq.heappop(group.first)[1]
+            if self._waits(seq):
+                return seq
+        for _ in range(2):
+            while (found := group.sweep.pop()) is not None:
+                if self._waits(found):
+                    return found
+            group.sweep, group.following = group.following, self._make_tree()
+        return None
+
+    def _waits(self, seq: Sequence) -> bool:
+        """Not so for a row that has ended, or has been given a higher priority since."""
+        return seq.status is Status.WAITING and seq.priority == self._priority
+
+    def _group(self, seq: Sequence) -> _Group:
+        label = seq.request.group
+        group = self._groups.get(label)
+        if group is None:
+            group = self._groups[label] = _Group(label, self._make_tree(), self._make_tree())
+            self._queue(group, self._now)
+        return group
+
+    def _queue(self, group: _Group, served: float) -> None:
+        """served: the work of the rows that the group has given, on the lane's scale."""
+        heapq.heappush(self._turns, (served, next(self._count), group))
 
 
 class WaitingQueue:
     """All rows that wait. Rows that have ended meanwhile stay inside until they would be popped."""
 
-    def __init__(self, *, by_prefix: bool = True) -> None:
-        self._by_prefix = by_prefix
+    def __init__(self, *, by_prefix: bool = True, long_first: bool = True) -> None:
+        self._make_tree = lambda: PrefixTree(by_prefix=by_prefix, long_first=long_first)
         self._lanes: dict[int, _Lane] = {}
         self._order: list[int] = []  # priorities in use, negated, so that the highest comes first
 
     def push(self, seq: Sequence) -> None:
+        """A new row, or one whose priority has been raised: what was pushed before counts no longer."""
         self._lane(seq).push(seq)
 
     def push_first(self, seq: Sequence) -> None:
-        """A row that was popped before: it goes ahead of its priority, in order of arrival."""
+        """A row that was popped before and found no memory, or lost it: nobody of its priority passes it."""
         self._lane(seq).push_first(seq)
+
+    def push_back(self, seq: Sequence) -> None:
+        """A row that was popped before and had to wait for its prefix: nobody of its group passes it."""
+        self._lane(seq).push_back(seq)
 
     def pop(self) -> Sequence | None:
         while self._order:
-            lane = self._lanes[-self._order[0]]
-            while (seq := lane.pop()) is not None:
-                if seq.status is Status.WAITING:
-                    return seq
+            seq = self._lanes[-self._order[0]].pop()
+            if seq is not None:
+                return seq
             del self._lanes[-self._order.pop(0)]
         return None
 
     def _lane(self, seq: Sequence) -> _Lane:
-        priority = seq.request.priority
-        lane = self._lanes.get(priority)
+        lane = self._lanes.get(seq.priority)
         if lane is None:
-            lane = self._lanes[priority] = _Lane(by_prefix=self._by_prefix)
-            insort(self._order, -priority)
+            lane = self._lanes[seq.priority] = _Lane(seq.priority, self._make_tree)
+            insort(self._order, -seq.priority)
         return lane

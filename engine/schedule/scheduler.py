@@ -42,11 +42,13 @@ class Scheduler:
         self.max_num_seqs = limits.max_num_seqs  # less while memory is short; who runs already goes on
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, enabled=limits.prefix_cache)
-        self.admission = Admission(limits.max_tokens_per_row)
+        self.admission = Admission(limits.max_tokens_per_row, learned=limits.learned_lengths)
         self.preemptions = 0
         self.prompt_tokens = 0  # of admitted rows, and how many of them the cache gave
         self.cached_tokens = 0
-        self._waiting = WaitingQueue(by_prefix=limits.prefix_cache)
+        self._waiting = WaitingQueue(
+            by_prefix=limits.prefix_cache and limits.prefix_order, long_first=limits.long_rows_first
+        )
         self._inflight = InFlight()
         self._running: list[Sequence] = []  # in order of arrival
         self._num_waiting = 0
@@ -63,7 +65,18 @@ class Scheduler:
         """A new row, whose prompt fits the whole pool (what does not is refused before)."""
         self._num_waiting += 1
         seq.long_rope = self._outgrown(seq)
+        seq.work = self.admission.work(seq)
         self._waiting.push(seq)
+
+    def promote(self, seq: Sequence, priority: int) -> None:
+        """Raise the row's priority, if that is higher; a row that runs keeps running."""
+        if priority <= seq.priority:
+            return
+        seq.priority = priority
+        if (
+            seq.status is Status.WAITING and not seq.parked
+        ):  # a parked row is in no queue until it is released
+            (self._waiting.push_first if seq.num_preemptions else self._waiting.push)(seq)
 
     def schedule(self) -> Batch:
         """Choose the next batch; its rows' block tables cover what they are to compute."""
@@ -85,23 +98,23 @@ class Scheduler:
     def advance(self, batch: Batch, finite: Iterable[bool]) -> None:
         """The batch has run. Only rows with finite results have computed anything: the others' memory is
         never published, and they are to be removed."""
-        produced = 0
         for seq, scheduled, good in zip(batch.sequences, batch.num_scheduled, finite, strict=True):
             if not good:
                 continue
             before = seq.num_computed_tokens
             seq.num_computed_tokens += scheduled
-            produced += seq.num_computed_tokens == len(seq.token_ids)
+            if seq.num_computed_tokens == len(seq.token_ids):
+                self.admission.lengths.produced(seq)
             labels = self.cache.publish(seq, before)
             if labels:
                 self._release(self._inflight.published(labels))
-        self.admission.step(produced)
+        self.admission.step()
 
     def remove(self, seq: Sequence) -> None:
         """A row has ended, whatever it was doing."""
         if seq.status is Status.RUNNING:
             if seq.finish_reason == "stop":
-                self.admission.length.ended()
+                self.admission.lengths.ended(seq)
             self._vacate(seq)
         elif seq.status is Status.WAITING:
             self._num_waiting -= 1
@@ -185,7 +198,7 @@ class Scheduler:
 
     def _release(self, parked: list[Sequence]) -> None:
         for seq in parked:
-            self._waiting.push_first(seq)
+            self._waiting.push_back(seq)
 
     def _admit(self, plan: dict[Sequence, int], budget: int) -> None:
         """Let waiting rows in, in their order; the first that does not fit ends it: none is passed over."""

@@ -163,6 +163,7 @@ def figures(run: Run) -> dict[str, Any]:
         "output_tokens": made,
         "prompt_tokens": given,
         "cached_tokens": sum(c.usage.cached_tokens for c in run.completions),
+        "identical_rows": run.after.identical_rows - run.before.identical_rows,
         "steps": steps,
         "output_tokens_per_step": round(made / max(steps, 1), 2),
         "preemptions": run.after.preemptions - run.before.preemptions,
@@ -185,6 +186,10 @@ def about(engine: Engine, chosen: dict[str, Any]) -> dict[str, Any]:
         "max_num_tokens": limits.max_num_tokens,
         "max_num_seqs": limits.max_num_seqs,
         "prefix_cache": limits.prefix_cache,
+        "prefix_order": limits.prefix_order,
+        "long_rows_first": limits.long_rows_first,
+        "learned_lengths": limits.learned_lengths,
+        "identical_rows": limits.identical_rows,
     }
     return {
         "engine": "pagemill",

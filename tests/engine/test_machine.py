@@ -11,9 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pagemill.engine.flights import identity
 from pagemill.engine.request import Completion, Request
 
 STEMS = [[1 + (stem * 131 + i * 7) % 900 for i in range(200)] for stem in range(3)]
+
+SWITCHES = ("prefix_order", "long_rows_first", "learned_lengths", "identical_rows")
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -24,9 +27,17 @@ class EngineMachine(RuleBasedStateMachine):
         cache=st.booleans(),
         context=st.sampled_from([40, 10_000]),
         rope_switch=st.sampled_from([None, 16, 25, 50]),
+        switches=st.fixed_dictionaries({name: st.booleans() for name in SWITCHES}),
     )
     def build(
-        self, num_blocks: int, budget: int, seqs: int, cache: bool, context: int, rope_switch: int | None
+        self,
+        num_blocks: int,
+        budget: int,
+        seqs: int,
+        cache: bool,
+        context: int,
+        rope_switch: int | None,
+        switches: dict[str, bool],
     ) -> None:
         self.runner = FakeRunner(num_blocks, rope_switch, keep_batches=False)
         self.engine = fake_engine(
@@ -36,9 +47,13 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_cache=cache,
             context=context,
             runner=self.runner,
+            **switches,
         )
         self.open: dict[str, Request] = {}
         self.aborted: set[str] = set()
+        self.broken: set[Request] = set()  # identities: who flies with a broken row may get its error
+        self.shown: dict[str, list[int]] = {}
+        self.texts: dict[str, str] = {}
         self.count = 0
 
     @rule(
@@ -48,8 +63,11 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 60),
         seed=st.integers(0, 1),
         salt=st.sampled_from(["", "", "salt"]),
-        priority=st.sampled_from([0, 0, 0, 1]),
-        copies=st.integers(1, 4),
+        priorities=st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=1, max_size=4),
+        group=st.sampled_from(["", "", "other"]),
+        greedy=st.booleans(),
+        stream=st.booleans(),
+        stop=st.sampled_from([(), ("no such text",)]),
     )
     def submit(
         self,
@@ -59,16 +77,28 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         seed: int,
         salt: str,
-        priority: int,
-        copies: int,
+        priorities: list[int],
+        group: str,
+        greedy: bool,
+        stream: bool,
+        stop: tuple[str, ...],
     ) -> None:
-        ids = [*STEMS[stem][:shared], *own]
-        for _ in range(copies):
-            name = f"r{self.count}"
+        """One row, or several alike but for their priority: then every other one is streamed."""
+        ids = [*STEMS[stem][:shared], *own] or [1]
+        # The fake model's noise is its seed, greedy or not.
+        seed, temperature = (0, 0.0) if greedy else (seed, 1.0)
+        for priority in priorities:
+            one = request(
+                f"r{self.count}", ids, max_tokens, seed=seed, salt=salt, priority=priority, group=group,
+                temperature=temperature, stop=stop,
+            )  # fmt: skip
+            stream = not stream
             self.count += 1
-            one = request(name, ids or [1], max_tokens, seed=seed, salt=salt, priority=priority)
-            self.engine.add(one)
-            self.open[name] = one
+            self.engine.add(one, stream=stream)
+            self.open[one.request_id] = one
+            if stream:
+                self.shown[one.request_id] = []
+                self.texts[one.request_id] = ""
 
     @rule(steps=st.integers(1, 30))
     def step(self, steps: int) -> None:
@@ -85,7 +115,9 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(choice=st.integers(0, 10_000))
     def break_row(self, choice: int) -> None:
-        self.runner.bad_rows.add(sorted(self.open)[choice % len(self.open)])
+        name = sorted(self.open)[choice % len(self.open)]
+        self.runner.bad_rows.add(name)
+        self.broken.add(identity(self.open[name]))
 
     @rule(latest=st.integers(1, 3))
     def preempt(self, latest: int) -> None:
@@ -104,6 +136,9 @@ class EngineMachine(RuleBasedStateMachine):
             check(self.engine)
 
     def take(self, completions: list[Completion]) -> None:
+        for delta in self.engine.take_deltas():
+            self.shown[delta.request_id] += delta.token_ids
+            self.texts[delta.request_id] += delta.text
         for completion in completions:
             self.judge(self.open.pop(completion.request_id), completion)
 
@@ -113,12 +148,15 @@ class EngineMachine(RuleBasedStateMachine):
         length = len(one.prompt_token_ids)
         right = answer(one, one.sampling.max_tokens, most)
         got = list(completion.token_ids)
+        assert self.shown.pop(one.request_id, got) == got
+        assert self.texts.pop(one.request_id, completion.text) == completion.text
+        assert completion.usage.completion_tokens == len(got)
         if length + 1 > limits.context or length > limits.kv_tokens:
             assert completion.error_code == "prompt_too_long"
         elif one.request_id in self.aborted:
             assert completion.finish_reason == "abort"
             assert got == right[: len(got)]
-        elif one.request_id in self.runner.bad_rows and completion.finish_reason == "error":
+        elif identity(one) in self.broken and completion.finish_reason == "error":
             assert completion.error_code == "numeric_error"
             assert got == right[: len(got)]
         else:
@@ -136,6 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "The engine does not come to an end."
         assert not self.open
         assert self.engine.scheduler.pool.num_used == 0
+        assert not self.engine._flights._open and not self.engine._flights._by_seq
         check(self.engine)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +19,15 @@ from typing import Any
 import pytest
 import torch
 
+from pagemill.engine.batch import Batch, StepResult
+from pagemill.engine.config import ModelInfo, SchedulerConfig
+from pagemill.engine.engine import Engine
 from pagemill.engine.tokenizer import Tokenizer
 from pagemill.engine.weights.load import open_checkpoint
 
 BENCH = Path(__file__).parents[2] / "infra" / "bench"
 NAMES = (
+    "advantages",
     "compare",
     "contenders",
     "convert",
@@ -33,6 +38,7 @@ NAMES = (
     "reference",
     "roofline",
     "shape",
+    "waiting",
     "workloads",
 )
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -301,10 +307,14 @@ def test_the_engine_runs_a_workload_cut_short(
         "4",
     ]
     words += ["--set", "max_num_seqs=2", "--json", "r.json", "--outputs", "o.json"]
+    # The three rows are alike. That two of them need not run at all is for another test: here they find the
+    # blocks of the first.
+    words += ["--set", "identical_rows=false"]
     done = run(words, tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "r.json").read_text())
     assert (found["rows"], found["output_tokens"], found["prompt_tokens"]) == (3, 12, 120)
+    assert found["identical_rows"] == 0
     assert found["cached_tokens"] == 64  # two of three rows find two whole blocks of the first
     speed, seconds = found["output_tokens_per_second"], found["seconds"]
     assert speed == pytest.approx(12 / seconds, rel=0.01)
@@ -329,3 +339,50 @@ def test_a_setting_that_the_engine_lacks_is_refused(bench: dict[str, ModuleType]
     _, options = engine.arguments([*words, "--set", "sails=3"])
     with pytest.raises(ValueError, match="This engine has no sails; it has"):
         engine.settings(options)
+
+
+# What the engine has over a server
+
+
+class Obedient:
+    """A runner that computes nothing: a row's next token is 1, or its stop token from `min_tokens` on."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        tokens: list[int | None] = []
+        for i, seq in enumerate(batch.sequences):
+            sampling = seq.request.sampling
+            ends = sampling.stop_token_ids and seq.num_output_tokens + 1 >= sampling.min_tokens
+            token = sampling.stop_token_ids[0] if ends else 1
+            tokens.append(token if batch.samples(i) else None)
+        count = len(tokens)
+        return StepResult(tuple(tokens), (True,) * count, (None,) * count)
+
+
+@pytest.mark.parametrize(
+    ("switch", "figure", "least"),
+    [
+        ("prefix_cache", "computed_tokens", 5.0),
+        ("prefix_order", "computed_tokens", 1.5),
+        ("identical_rows", "computed_tokens", 3.5),
+        ("long_rows_first", "steps", 1.1),
+        ("learned_lengths", "steps", 2.0),
+    ],
+)
+def test_each_advantage_saves_what_its_case_counts(
+    bench: dict[str, ModuleType], switch: str, figure: str, least: float
+) -> None:
+    """The cases of advantages.py over a model that computes nothing: steps and tokens are the same as over
+    a real one, as all lengths are fixed."""
+    advantages = bench["advantages"]
+    (case,) = [case for case in advantages.CASES if case.switch == switch]
+    info = ModelInfo("none", "", "", "none", "none", 8192, 50_000, 700, 700 * 16)
+    found = {}
+    for on in (True, False):
+        limits = SchedulerConfig(**{"num_blocks": 700, "context": 8192, **case.settings, switch: on})
+        engine = Engine(Obedient(), bench["waiting"].Mute(), info, limits)
+        found[on] = advantages.once(engine, case.make(random.Random(1)))
+    assert found[False][figure] >= least * found[True][figure]
+
+
+def test_waiting_rows_all_come_through(bench: dict[str, ModuleType]) -> None:
+    assert all(seconds > 0 for seconds in bench["waiting"].once(bench["waiting"].rows_of(96)))

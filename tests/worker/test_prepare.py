@@ -106,12 +106,12 @@ def test_a_tokenizer_that_panics_costs_one_row_and_leaks_no_prompt() -> None:
 
 
 def test_samples_share_the_seed_and_differ_in_their_number() -> None:
-    requests = prepare("rid", row(params={"n": 3}), Letters(), LIMITS, priority=4)
+    requests = prepare("rid", row(params={"n": 3}), Letters(), LIMITS, priority=4, group="job")
     assert isinstance(requests, list)
     assert [request.request_id for request in requests] == ["rid", "rid#1", "rid#2"]
     assert [request.sampling.sample for request in requests] == [0, 1, 2]
     assert {request.seed for request in requests} == {99}
-    assert {request.priority for request in requests} == {4}
+    assert {(request.priority, request.group) for request in requests} == {(4, "job")}
 
 
 def test_every_other_parameter_reaches_the_engine() -> None:

@@ -7,12 +7,13 @@ import random
 import pytest
 from engine_fakes import EOS, FakeRunner, fake_engine, prompt, request, run_all
 
-from pagemill.engine.schedule.admission import Admission, OutputLength
+from pagemill.engine.schedule.admission import Admission, Lengths, OutputLength
 from pagemill.engine.sequence import Sequence
 
 
-def row(max_tokens: int, produced: int = 0) -> Sequence:
-    seq = Sequence.of(request("r", prompt(16), max_tokens), arrival=0)
+def row(max_tokens: int, produced: int = 0, *, group: str = "", ignore_eos: bool = False) -> Sequence:
+    asked = request("r", prompt(16), max_tokens, group=group, ignore_eos=ignore_eos)
+    seq = Sequence.of(asked, arrival=0)
     seq.token_ids += [1] * produced
     return seq
 
@@ -42,9 +43,16 @@ def test_the_expected_length_is_learned_although_limits_cut_rows(mean: int) -> N
 
 def test_a_row_never_wants_more_than_its_limits() -> None:
     admission = Admission(max_tokens_per_row=10_000)
-    assert admission.growth(row(max_tokens=8)) == admission.caution * 8 / 16
-    assert admission.growth(row(max_tokens=8, produced=6)) == admission.caution * 2 / 16
-    assert Admission(max_tokens_per_row=20).growth(row(max_tokens=100)) == admission.caution * 4 / 16
+    for wanted, left in (
+        (admission.growth(row(max_tokens=8)), 8),
+        (admission.growth(row(max_tokens=8, produced=6)), 2),
+        (Admission(max_tokens_per_row=20).growth(row(max_tokens=100)), 4),
+    ):
+        # A little less than all of it, as the row may end before.
+        assert 0.97 * left < wanted * 16 / admission.caution < left
+    row_without_end = row(max_tokens=1000, ignore_eos=True)
+    assert admission.growth(row_without_end) == admission.caution * 1000 / 16
+    assert Admission(10_000, learned=False).growth(row(max_tokens=1000)) == 1000 / 16
 
 
 def test_a_preemption_makes_it_careful_and_quiet_steps_dare_again() -> None:
@@ -54,7 +62,7 @@ def test_a_preemption_makes_it_careful_and_quiet_steps_dare_again() -> None:
     careful = admission.caution
     assert careful > start
     for _ in range(10_000):
-        admission.step(0)
+        admission.step()
     assert admission.caution < start
     for _ in range(100):
         admission.preempted()
@@ -82,3 +90,53 @@ def test_lengths_are_learned_and_preemptions_become_rare() -> None:
     # What was computed twice stays a small part of all that was.
     wanted = sum(20 + length - 1 for length in lengths.values())
     assert sum(runner.computed.values()) < 1.15 * wanted
+
+
+def taught(lengths: Lengths, group: str, answers: int, tokens: int) -> None:
+    seq = row(max_tokens=1000, group=group)
+    for _ in range(answers):
+        for _ in range(tokens):
+            lengths.produced(seq)
+        lengths.ended(seq)
+
+
+def test_each_group_has_a_length_of_its_own() -> None:
+    lengths = Lengths()
+    taught(lengths, "short", 300, 4)
+    taught(lengths, "long", 300, 60)
+    assert lengths.of("short").expected == pytest.approx(4, rel=0.3)
+    assert lengths.of("long").expected == pytest.approx(60, rel=0.1)
+
+
+def test_a_new_group_begins_with_what_the_others_taught() -> None:
+    lengths = Lengths()
+    taught(lengths, "short", 500, 4)
+    assert lengths.of("new").expected == pytest.approx(4, rel=0.5)
+    taught(lengths, "new", 20, 50)
+    assert lengths.of("new").expected > 40, "A few rows of its own count for more."
+
+
+def test_groups_that_are_not_seen_any_more_are_forgotten() -> None:
+    lengths = Lengths()
+    taught(lengths, "old", 5, 3)
+    for n in range(10_000):
+        taught(lengths, f"g{n}", 1, 1)
+        lengths.of("kept")
+    assert len(lengths._groups) == 256
+    assert "kept" in lengths._groups and "old" not in lengths._groups
+
+
+def test_rows_that_can_only_be_cut_teach_nothing() -> None:
+    lengths = Lengths()
+    before = lengths.of("g").expected
+    for _ in range(1000):
+        lengths.produced(row(max_tokens=1000, group="g", ignore_eos=True))
+    assert lengths.of("g").expected == before
+
+
+def test_a_row_that_may_be_cut_is_expected_to_end_before() -> None:
+    """The mean of an answer of chance length that is cut at a limit, drawn a few thousand times."""
+    dice, length = random.Random(1), OutputLength(prior=50.0)
+    for limit in (5, 50, 500):
+        drawn = [min(dice.expovariate(1 / 50), limit) for _ in range(20_000)]
+        assert length.within(limit) == pytest.approx(sum(drawn) / len(drawn), rel=0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from engine_fakes import prompt, request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,10 @@ from pagemill.engine.sequence import Sequence, Status
 _arrivals = iter(range(10**9))
 
 
-def row(name: str, ids: list[int], priority: int = 0) -> Sequence:
-    return Sequence.of(request(name, ids, priority=priority), arrival=next(_arrivals))
+def row(name: str, ids: list[int], priority: int = 0, group: str = "", work: float = 1.0) -> Sequence:
+    seq = Sequence.of(request(name, ids, priority=priority, group=group), arrival=next(_arrivals))
+    seq.work = work
+    return seq
 
 
 def names(queue: WaitingQueue) -> list[str]:
@@ -88,20 +91,32 @@ def test_rows_that_have_ended_are_passed_over() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.sampled_from([1, 2]), max_size=4), st.integers(0, 15), st.integers(0, 1)),
+        st.tuples(
+            st.lists(st.sampled_from([1, 2]), max_size=4),
+            st.integers(0, 15),
+            st.integers(0, 1),
+            st.sampled_from("ab"),
+            st.integers(1, 9),
+            st.sampled_from(["", "", "first", "back"]),
+        ),
         max_size=40,
     ),
     st.integers(1, 5),
 )
-def test_every_row_comes_out_exactly_once(rows: list[tuple[list[int], int, int]], between: int) -> None:
-    """Rows are paths of blocks with a tail; pushes and pops in turn."""
+def test_every_row_comes_out_exactly_once(
+    rows: list[tuple[list[int], int, int, str, int, str]], between: int
+) -> None:
+    """Rows are paths of blocks with a tail; pushes and pops in turn, and some that were popped come back."""
     queue = WaitingQueue()
     out: list[str] = []
-    for n, (path, tail, priority) in enumerate(rows):
+    for n, (path, tail, priority, group, work, again) in enumerate(rows):
         ids = [token for block in path for token in [block] * 16] + [9] * tail
-        queue.push(row(f"{n}", ids or [1], priority))
+        queue.push(row(f"{n}", ids or [1], priority, group, work))
         if n % between == 0 and (seq := queue.pop()) is not None:
-            out.append(seq.request.request_id)
+            if again:
+                (queue.push_first if again == "first" else queue.push_back)(seq)
+            else:
+                out.append(seq.request.request_id)
     out += names(queue)
     assert sorted(out, key=int) == [f"{n}" for n in range(len(rows))]
 
@@ -113,3 +128,110 @@ def test_hashes_are_made_only_as_deep_as_rows_have_something_in_common() -> None
         queue.push(seq)
     assert len(lone.block_hashes) == 1
     assert len(one.block_hashes) == len(two.block_hashes) == 10
+
+
+# Long rows first
+
+
+def test_long_rows_lead_and_take_their_prefix_along() -> None:
+    queue = WaitingQueue()
+    common = prompt(32)
+    queue.push(row("short", prompt(20, 7), work=10))
+    queue.push(row("with long", [*common, 1], work=5))
+    queue.push(row("middle", prompt(20, 8), work=50))
+    queue.push(row("long", [*common, 2], work=90))
+    assert names(queue) == ["long", "with long", "middle", "short"]
+
+
+def test_rows_of_equal_work_come_in_order_of_arrival() -> None:
+    queue = WaitingQueue()
+    for n in range(20):
+        queue.push(row(f"{n}", prompt(20, n), work=7.0))
+    assert names(queue) == [f"{n}" for n in range(20)]
+
+
+def test_switched_off_work_counts_for_nothing() -> None:
+    queue = WaitingQueue(long_first=False)
+    for n in range(5):
+        queue.push(row(f"{n}", prompt(20, n), work=n))
+    assert names(queue) == [f"{n}" for n in range(5)]
+
+
+def test_a_short_row_is_not_kept_waiting_by_long_ones_that_go_on_coming() -> None:
+    queue = WaitingQueue()
+    queue.push(row("short", prompt(20), work=1))
+    for n in range(3):
+        queue.push(row(f"{n}", prompt(20, n + 2), work=100))
+    popped = []
+    for n in range(6):
+        seq = queue.pop()
+        assert seq is not None
+        popped.append(seq.request.request_id)
+        queue.push(row(f"late{n}", prompt(20, n + 9), work=100))
+    assert "short" in popped[:4]
+
+
+# Groups
+
+
+def pushed(group: str, count: int, work: float = 1.0, queue: WaitingQueue | None = None) -> WaitingQueue:
+    queue = queue or WaitingQueue()
+    for n in range(count):
+        queue.push(row(f"{group}{n}", prompt(20, n), group=group, work=work))
+    return queue
+
+
+def groups(queue: WaitingQueue, count: int) -> str:
+    popped = [queue.pop() for _ in range(count)]
+    return "".join(seq.request.group for seq in popped if seq is not None)
+
+
+def test_a_small_group_behind_a_huge_one_comes_through_at_half_speed() -> None:
+    queue = pushed("a", 1000)
+    groups(queue, 100)
+    pushed("b", 10, queue=queue)
+    assert groups(queue, 20).count("b") == 10
+    assert len(names(queue)) == 890
+
+
+def test_groups_share_by_work_and_not_by_rows() -> None:
+    queue = pushed("b", 1000, work=10, queue=pushed("a", 1000, work=100))
+    taken = groups(queue, 440)
+    assert taken.count("b") == pytest.approx(400, abs=10)
+    assert taken.count("a") == pytest.approx(40, abs=2)
+
+
+def test_a_group_that_comes_again_has_saved_nothing_up() -> None:
+    queue = pushed("b", 1, queue=pushed("a", 1000))
+    groups(queue, 500)
+    pushed("b", 100, queue=queue)
+    assert abs(groups(queue, 100).count("b") - 50) <= 1
+
+
+def test_rows_that_come_back_to_their_group_go_first_there_and_pass_no_other_group() -> None:
+    queue = pushed("b", 100, queue=pushed("a", 100))
+    popped = [queue.pop() for _ in range(20)]
+    for seq in popped:
+        if seq is not None and seq.request.group == "a":
+            queue.push_back(seq)
+    following = [queue.pop() for _ in range(20)]
+    found = [seq.request.request_id for seq in following if seq is not None]
+    assert [name for name in found if name.startswith("a")] == [f"a{n}" for n in range(10)]
+    assert [name for name in found if name.startswith("b")] == [f"b{n}" for n in range(10, 20)]
+
+
+def test_priority_comes_before_fairness() -> None:
+    queue = pushed("a", 5)
+    for n in range(3):
+        queue.push(row(f"b{n}", prompt(20, n), priority=1, group="b", work=100))
+    assert groups(queue, 8) == "bbbaaaaa"
+
+
+def test_a_row_whose_priority_is_raised_comes_once() -> None:
+    queue = WaitingQueue()
+    seq, other = row("hurried", prompt(20)), row("other", prompt(20, 2), priority=1)
+    for it in (seq, other):
+        queue.push(it)
+    seq.priority = 2
+    queue.push(seq)
+    assert names(queue) == ["hurried", "other"]

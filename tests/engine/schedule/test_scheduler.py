@@ -13,11 +13,11 @@ from pagemill.engine.sequence import Sequence, Status
 class Steps:
     """A scheduler whose batches 'run': each row whose tokens are all computed gets one more.
 
-    Rows are let in on what they hold, without a guess of what they may grow to.
+    Rows come in order of arrival and are let in on what they hold, without a guess of what they may grow to.
     """
 
     def __init__(self, **limits: int) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(context=10_000, **limits))
+        self.scheduler = Scheduler(SchedulerConfig(context=10_000, long_rows_first=False, **limits))
         self.scheduler.admission.growth = lambda seq: 0.0  # type: ignore[method-assign]
         self.rows: list[Sequence] = []
 

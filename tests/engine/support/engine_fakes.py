@@ -172,7 +172,9 @@ def fake_engine(
     context: int = 10_000,
     runner: FakeRunner | None = None,
     tokenizer: object | None = None,
+    **switches: bool,
 ) -> Engine:
+    """switches: other fields of SchedulerConfig."""
     limits = SchedulerConfig(
         num_blocks=num_blocks,
         context=context,
@@ -180,6 +182,7 @@ def fake_engine(
         max_num_seqs=max_num_seqs,
         prefix_cache=prefix_cache,
         rope_switch=runner.rope_switch if runner else None,
+        **switches,
     )
     return Engine(
         runner or FakeRunner(num_blocks),
@@ -198,6 +201,7 @@ def request(
     seed: int = 0,
     salt: str = "",
     priority: int = 0,
+    group: str = "",
     **sampling: object,
 ) -> Request:
     return Request(
@@ -207,6 +211,7 @@ def request(
         seed=seed,
         cache_salt=salt,
         priority=priority,
+        group=group,
     )
 
 
@@ -217,7 +222,7 @@ def prompt(length: int, first: int = 1) -> list[int]:
 
 def check(engine: Engine) -> None:
     """The engine's pool, queue and rows agree with one another."""
-    engine.scheduler.check(engine._rows.values())
+    engine.scheduler.check(flight.seq for flight in engine._flights)
 
 
 def run_all(engine: Engine, requests: Iterable[Request], most_steps: int = 100_000) -> dict[str, Completion]:
