@@ -166,6 +166,10 @@ class EngineHost:
         if sent and self._child is not None:
             self._child.tell({"op": "abort", "rids": sent})
 
+    def under_way(self) -> set[str]:
+        """Ids of the rows in the engine's running step; those of no step can be taken back for nothing."""
+        return self._child.suspects() if self._child is not None and self._up else set()
+
     def health(self) -> EngineHealth:
         pid = self._child.pid if self._child is not None and self._up else None
         return EngineHealth(self._up, pid, self._restarts, len(self._rows), self._figures)

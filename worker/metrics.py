@@ -31,6 +31,7 @@ class Figures:
         self.tasks = self._counter("tasks", "Tasks that ended here, by kind and how.", "kind", "outcome")
         self.segments = self._counter("segments", "Segments sealed.")
         self.storage_refusals = self._counter("storage_refusals", "Storage calls that had to be tried again.")
+        self.model_changes = self._counter("model_changes", "Times the engine was given to another model.")
         self.engine_restarts = self._gauge("engine_restarts", "Times the engine's process was started again.")
         self.rows_in_flight = self._gauge("rows_in_flight", "Rows in the engine's process.")
         self.slots_busy = self._gauge("slots_busy", "Tasks running.")

@@ -3,6 +3,7 @@
     commit record there?  adopt it                 stopped   what is finished is kept, the rest are error rows
     sealed segments       those rows are done      lost      stop, and publish nothing more
     the rest              into the engine          leaving   seal what is finished; the next holder goes on
+                                                   winding up   the same, once the rows under way have ended
 
 A row's failure is a row's result, and never the shard's. This room may not know how tasks are leased, nor
 what runs the engine.
@@ -36,7 +37,7 @@ from pagemill.worker.workshop import Workshop
 
 log = logging.getLogger("pagemill.worker")
 
-
+WIND_UP_S = 0.25
 POISON = {
     "status": "failed",
     "error_code": "poison_row",
@@ -251,6 +252,8 @@ class ShardRun:
         guard, settings = self._guard, self._shop.settings
         while self._left and guard.stop is None:
             guard.check()
+            if guard.winding_up:
+                self._wind_up(feeding)
             if feeding.done() and not feeding.cancelled() and feeding.exception() is not None:
                 feeding.result()
             due = None
@@ -259,7 +262,23 @@ class ShardRun:
                 if due <= 0 or len(self._finished) >= settings.seal_rows:
                     await self._seal()
                     continue
-            await self._something(feeding, due)
+            await self._something(feeding, WIND_UP_S if guard.winding_up else due)
+
+    def _wind_up(self, feeding: asyncio.Task[None]) -> None:
+        """Begin no row more. Raises Released when none is under way either.
+
+        Rows in a step are finished, since one that takes longer than a slice of its model would otherwise
+        never be; after a death of the engine none is under way, and all are handed back.
+        """
+        feeding.cancel()
+        begun = self._shop.engine.under_way()
+        waiting = [row_index for row_index in self._down if self._rid(row_index) not in begun]
+        self._shop.engine.abort([self._rid(row_index) for row_index in waiting])
+        self._down.difference_update(waiting)
+        self._count_running(-len(waiting))
+        if not self._down:
+            self._guard.leave()
+            self._guard.check()
 
     async def _something(self, feeding: asyncio.Task[None], seconds: float | None) -> None:
         """Wait for completions, a change of the lease, trouble in feeding, or `seconds` at most."""

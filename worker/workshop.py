@@ -45,12 +45,14 @@ class Workshop:
         figures: Figures,
     ) -> None:
         self.settings, self.state, self.storage = settings, state, storage
-        self.engine, self.heartbeat, self.figures = engine, heartbeat, figures
+        self.engine = engine  # another one after each change of models (serving.py)
+        self.heartbeat, self.figures = heartbeat, figures
         self.rows_running: Counter[str] = Counter()  # by job
         self._specs: OrderedDict[str, JobSpec] = OrderedDict()
         self._plans: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._weights: OrderedDict[str, str] = OrderedDict()
-        self.rescue = Rescue(state, storage, settings.model_name, settings.rescue_seconds)
+        names = [choice.name for choice in settings.choices]
+        self.rescue = Rescue(state, storage, names, settings.rescue_seconds)
 
     async def insist(self, guard: Guard, call: Callable[[], T]) -> T:
         """The result of a blocking storage call, in a thread, tried again while the store refuses.
