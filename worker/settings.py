@@ -76,6 +76,9 @@ class WorkerSettings(ClientSettings):
         60.0, gt=0, description="how often to look for jobs that Redis has lost, beside when it shows"
     )
 
+    task_memory_gb: float = Field(
+        4.0, gt=0, description="memory of a plan, merge or ending that has killed a worker before"
+    )
     load_timeout_s: float = Field(1800.0, gt=0, description="longest load of a model")
     stall_timeout_s: float = Field(
         60.0, gt=0, description="an engine step that takes longer is a hang, and …"

@@ -29,6 +29,7 @@ from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import LeaseLost
 from pagemill.jobs.status import StopReason, Totals
 from pagemill.jobs.storage import read_json
+from pagemill.worker.aside import Aside
 from pagemill.worker.blame import DEATHS_ALONE
 from pagemill.worker.engine_host import CANARY
 from pagemill.worker.isolation import Isolation
@@ -348,6 +349,8 @@ class ShardRun:
                 stopped_row(row, guard.stop, self._spec.model, lease.attempt) for row in self._left.values()
             ]
         guard.check()
+        if self._isolated and not self._left:
+            return await self._commit_aside()
         return await shop.insist(
             guard,
             partial(
@@ -361,6 +364,13 @@ class ShardRun:
                 expected_row_indexes=set(self._rows),
             ),
         )
+
+    async def _commit_aside(self) -> dict[str, Any]:
+        """The merge may be what kills workers: it has a process of its own."""
+        await self._seal()
+        lease = self._guard.lease
+        args = {"job": lease.job, "shard": lease.shard, "fence": lease.fence, "segments": self._segments}
+        return await Aside(self._shop, self._guard)("commit", args)
 
 
 def result_row(row: Row, message: Mapping[str, Any], model: str, attempt: int) -> ResultRow:

@@ -11,6 +11,7 @@ promises. Prompts that hold a marker misbehave on purpose:
     <<compile:MS>>  so, and the engine says that it compiles
     <<fail>>      the row ends with numeric_error
     <<slow:MS>>   the row takes that many milliseconds more
+    <<memory:N>>  the process is killed when more than so many rows are in one step
 
 A model whose source holds <<fail>> does not load.
 """
@@ -34,6 +35,7 @@ from pagemill.worker.wire import Board
 
 Message = dict[str, Any]
 _SLOW = re.compile(r"<<slow:(\d+)>>")
+_MEMORY = re.compile(r"<<memory:(\d+)>>")
 _STALL = re.compile(r"<<(stall|compile):(\d+)>>")
 
 
@@ -154,6 +156,8 @@ class SimulatedEngine:
             if "<<kill>>" in prompt:
                 os.kill(os.getppid(), signal.SIGKILL)
             if "<<crash>>" in prompt or "<<kill>>" in prompt:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if (memory := _MEMORY.search(prompt)) is not None and len(self._running) > int(memory[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
             if (stall := _STALL.search(prompt)) is not None and not row.stalled:
                 row.stalled = True

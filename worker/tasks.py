@@ -25,8 +25,9 @@ from pagemill.jobs.settle import settle
 from pagemill.jobs.state import LeaseLost, new_nonce
 from pagemill.jobs.status import KINDS, Lease
 from pagemill.jobs.storage import Storage, read_json
+from pagemill.worker.aside import Aside
 from pagemill.worker.engine_host import EngineInfo
-from pagemill.worker.isolation import needs_isolation
+from pagemill.worker.isolation import has_killed, needs_isolation
 from pagemill.worker.lease import Guard, Released
 from pagemill.worker.shard import run_shard
 from pagemill.worker.workshop import Workshop
@@ -254,8 +255,10 @@ class Leasing:
         def stopped() -> str | None:
             return guard.check() or stop_reason(shop.storage, guard.lease.job)
 
+        aside = Aside(shop, guard) if has_killed(guard.lease) else None
         settling = asyncio.create_task(
-            settle(shop.state, shop.storage, guard.lease, stopped_check=stopped), name="settle"
+            settle(shop.state, shop.storage, guard.lease, stopped_check=stopped, elsewhere=aside),
+            name="settle",
         )
         lost = asyncio.create_task(guard.gone.wait())
         try:

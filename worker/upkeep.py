@@ -96,7 +96,9 @@ class Upkeep:
         health, engine = self._shop.engine.health(), self._leasing.engine
         figures = health.figures
         total = figures.get("blocks_total", 0.0)
-        self._shop.figures.look(health.restarts, health.rows_in_flight, self._leasing.busy, figures)
+        self._shop.figures.look(
+            health.restarts, health.rows_in_flight, health.rows_limit, self._leasing.busy, figures
+        )
         return WorkerInfo(
             worker=self._shop.settings.worker_id,
             host=socket.gethostname(),
