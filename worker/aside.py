@@ -1,13 +1,12 @@
 """Work that has killed a worker runs in a process of its own: planning, merging, ending a job.
 
 A lease that ends without a sign is a strike. A plan or an ending with one, and the merge of a shard in
-isolation, may be what kills (a library that crashes on the file, a machine without the memory), so they are
-done by `python -m pagemill.worker.aside`, with a limit to its memory, and first in line for the kernel when
-memory runs out. Its death is counted in the task's record, which outlives us all; after DEATHS of them the
-job fails and says what to do. What is done then is what cannot crash: a stopped plan reads no input, and
+isolation, may be what kills (a library that crashes on the file, a machine without the memory). So they are
+done by `python -m pagemill.worker.aside_child`, with a limit to its memory, and first in line for the kernel
+when memory runs out. Its death is counted in the task's record, which outlives us all; after DEATHS of them
+the job fails and says what to do. What is done then is what cannot crash: a stopped plan reads no input, and
 nothing is merged or checked.
 
-The child gets one line of JSON on its standard input and answers with one; it ends when that pipe closes.
 This room may not know engines, nor how tasks are leased.
 """
 
@@ -16,15 +15,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import resource
 import signal
 import sys
-import threading
-import traceback
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from pagemill.jobs import errors
@@ -34,7 +28,6 @@ from pagemill.jobs.settle import WORKS
 from pagemill.jobs.state import LeaseLost
 from pagemill.jobs.status import Lease
 from pagemill.jobs.stopping import stop_job
-from pagemill.jobs.storage import StorageOptions, open_storage
 from pagemill.worker.lease import Guard, Released
 from pagemill.worker.workshop import Workshop
 
@@ -121,7 +114,7 @@ class Aside:
             "args": args,
         }
         child = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pagemill.worker.aside"),
+            *(sys.executable, "-m", "pagemill.worker.aside_child"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
@@ -164,48 +157,3 @@ def _read(work: str, answer: dict[str, Any], memory_gb: float, lease: Lease) -> 
     if isinstance(raised, type) and issubclass(raised, StorageError):
         raise raised(message, transient=answer["transient"])
     raise PagemillError(message)
-
-
-def main() -> None:
-    """The child."""
-    line = sys.stdin.buffer.readline()
-    if not line:
-        return
-    order = json.loads(line)
-    answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
-    threading.Thread(target=_end_with_the_worker, daemon=True).start()
-    _limit(order["memory_bytes"])
-    try:
-        storage = open_storage(order["store"], StorageOptions(**order["options"]))
-        said: dict[str, Any] = {"decided": WORKS[order["work"]](storage, **order["args"])}
-    except Exception as error:
-        if not isinstance(error, PagemillError):
-            traceback.print_exc()
-        said = {
-            "raised": type(error).__name__,
-            "message": str(error),
-            "transient": getattr(error, "transient", False),
-            "missing": sorted(getattr(error, "missing", ())),
-            "unexpected": sorted(getattr(error, "unexpected", ())),
-        }
-    answer.write(json.dumps(said).encode() + b"\n")
-    answer.flush()
-    os._exit(0)
-
-
-def _limit(memory_bytes: int) -> None:
-    """What malloc and mappings may take; and when the machine runs out all the same, we are the one to go."""
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _end_with_the_worker() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

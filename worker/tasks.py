@@ -19,7 +19,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagemill.jobs import layout
-from pagemill.jobs.errors import JobConflict, JobNotFound, PagemillError, RedisUnavailable, StorageError
+from pagemill.jobs.errors import (
+    DiskFull,
+    JobConflict,
+    JobNotFound,
+    PagemillError,
+    RedisUnavailable,
+    StorageError,
+)
 from pagemill.jobs.failures import one_line
 from pagemill.jobs.settle import settle
 from pagemill.jobs.state import LeaseLost, new_nonce
@@ -145,7 +152,7 @@ class Leasing:
 
     async def _fill(self) -> None:
         """Lease until no slot is free or nothing is runnable. Nothing goes beside a shard in isolation."""
-        while not self._leaving and not self._isolating():
+        while not self._leaving and not self._isolating() and await self._shop.fitness.fit():
             if not await self._fill_ordinary() and not await self._fill_side():
                 return
 
@@ -280,6 +287,8 @@ class Leasing:
             log.error("%s of %s failed (%d): %s", lease.task, lease.job, times, error)
         else:
             log.error("%s of %s failed (%d)", lease.task, lease.job, times, exc_info=error)
+        if isinstance(error, DiskFull):
+            self._shop.fitness.doubt(error)
         await self._hand_back(guard)
         weather = isinstance(error, StorageError) and error.transient
         if times >= TELL_AFTER or (isinstance(error, PagemillError) and not weather):

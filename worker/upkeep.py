@@ -94,6 +94,7 @@ class Upkeep:
 
     def _info(self) -> WorkerInfo:
         health, engine = self._shop.engine.health(), self._leasing.engine
+        unfit = self._shop.fitness.message
         figures = health.figures
         total = figures.get("blocks_total", 0.0)
         self._shop.figures.look(
@@ -103,8 +104,8 @@ class Upkeep:
             worker=self._shop.settings.worker_id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state=self._serving.phase,
-            message=self._serving.message,
+            state="sick" if unfit and self._serving.phase == "ready" else self._serving.phase,
+            message=unfit or self._serving.message,
             models=self._serving.models,
             loaded=self._leasing.loaded,
             fingerprint=engine.fingerprint if engine else "",
