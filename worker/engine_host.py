@@ -328,6 +328,8 @@ class EngineHost:
             self._bear(self._pressure.ran_out(len(suspects)))
         poison = self._quarantine.crashed(suspects)
         self._count_death(how, explained=bool(poison))
+        if poison:
+            self._bear(self._pressure.cleared())
         for rid in poison:
             log.error("row %s is poison: a fresh engine died with it alone %d times", rid, DEATHS_ALONE)
             message = f"The engine's process {how} while running this row alone, {DEATHS_ALONE} times."

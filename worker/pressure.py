@@ -38,6 +38,11 @@ class Pressure:
             self.limit = max(1, min(rows, before) // 2)
         return self.limit < before
 
+    def cleared(self) -> bool:
+        """One row alone was the reason, however few ran beside it. Whether the limit is another now."""
+        before, self.limit = self.limit, self.full
+        return self.limit > before
+
     def passed(self, seconds: float) -> bool:
         """So much time went by without a death. Whether the limit is another now."""
         if not self.lowered:

@@ -81,6 +81,8 @@ class Serving:
         self._shop.engine = EngineHost(self._config(self._choices[model]))
         info = await self._shop.engine.start()
         self._known[model], self._leasing.engine, self.phase = info, info, "ready"
+        if self._failed.pop(model, None):
+            self.message = ""
         self._leasing.wake()
 
     async def _stay(self, model: str) -> str:

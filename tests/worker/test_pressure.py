@@ -110,6 +110,14 @@ async def test_the_batch_grows_again_after_a_quiet_time(
     await eventually(lambda: len(again.messages) == 30)
 
 
+async def test_a_row_that_is_killed_alone_lowers_nothing_for_the_others(start_host: Any) -> None:
+    host = await start_host(rows=16, sim_delay_ms=5)
+    collected, _ = await fed(host, [f"{i}<<crash>>" if i == 3 else str(i) for i in range(16)])
+    await eventually(lambda: len(collected.messages) == 16)
+    assert [rid for rid, m in collected.messages.items() if m["status"] == "failed"] == ["r3"]
+    assert host.health().rows_limit == 16
+
+
 async def test_a_hang_is_no_pressure(start_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """We kill it ourselves, which says nothing about memory."""
     monkeypatch.setattr("pagemill.worker.engine_host.TICK_S", 0.1)
