@@ -37,7 +37,15 @@ RUN_CODES: Final = frozenset(
 )
 ROW_CODES: Final = TEXT_CODES | RUN_CODES
 JOB_CODES: Final = frozenset(
-    {"empty_file", "invalid_encoding", "too_many_rows", "input_changed", "storage_error", "model_load_error"}
+    {
+        "empty_file",
+        "invalid_encoding",
+        "too_many_rows",
+        "input_changed",
+        "storage_error",
+        "model_load_error",
+        "task_crashed",
+    }
 )
 
 

@@ -38,21 +38,29 @@ _SUMS: Final = ("completed", "failed", "prompt_tokens", "completion_tokens", "ca
 
 
 def finalize(
-    storage: Storage, spec: JobSpec, plan: dict[str, Any], *, stop: dict[str, Any] | None = None
+    storage: Storage,
+    spec: JobSpec,
+    plan: dict[str, Any],
+    *,
+    stop: dict[str, Any] | None = None,
+    gave_up: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Decides the manifest of a job whose shards are all committed; the manifest that counts.
 
     stop: stop.json, where somebody stopped the job; shards without a commit record then get one, of their
-    sealed rows and error rows. Raises StorageError when a part is missing or damaged, or the store refuses.
+    sealed rows and error rows. gave_up: error_code and error_message of a job whose ending kills its process:
+    it fails, with the parts that were committed (and checked then), and without a look into any file. Raises
+    StorageError when a part is missing or damaged, or the store refuses.
     """
     found = read_json(storage, layout.manifest(spec.job))
     if found is None:
-        reason = _reason(plan, stop)
-        records = _all_commits(storage, spec, plan, reason)
+        reason = "failed" if gave_up else _reason(plan, stop)
+        records = _all_commits(storage, spec, plan, reason, segments=[] if gave_up else None)
         parts = [*plan.get("error_parts", ()), *(records[number]["part"] for number in sorted(records))]
-        _check_parts(storage, parts)
+        if not gave_up:
+            _check_parts(storage, parts)
         weights = read_json(storage, layout.model(spec.job)) or plan
-        manifest = _manifest(spec, plan, stop, reason, parts, weights.get("fingerprint") or "")
+        manifest = _manifest(spec, plan, gave_up or stop, reason, parts, weights.get("fingerprint") or "")
         found, _ = decide(storage, layout.manifest(spec.job), manifest)
     with suppress(PreconditionFailed):
         storage.put(layout.success(spec.job), b"", if_absent=True)
@@ -126,7 +134,12 @@ def _reason(plan: dict[str, Any], stop: dict[str, Any] | None) -> str | None:
 
 
 def _all_commits(
-    storage: Storage, spec: JobSpec, plan: dict[str, Any], reason: str | None
+    storage: Storage,
+    spec: JobSpec,
+    plan: dict[str, Any],
+    reason: str | None,
+    *,
+    segments: list[dict[str, Any]] | None = None,
 ) -> dict[int, dict[str, Any]]:
     """The commit record of every shard of the plan."""
     records = list_commits(storage, spec.job)
@@ -137,7 +150,7 @@ def _all_commits(
             f"{spec.job} cannot be finalized: {len(missing)} of its {len(entries)} shards are not committed."
         )
     for number in sorted(missing):
-        records[number] = commit_stopped(storage, spec, entries[number], str(reason))
+        records[number] = commit_stopped(storage, spec, entries[number], str(reason), segments=segments)
     return {number: records[number] for number in entries}
 
 

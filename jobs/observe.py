@@ -15,7 +15,7 @@ from redis.exceptions import ResponseError
 from pagemill.jobs.errors import ProtocolMismatch
 from pagemill.jobs.script import SOCKET_TIMEOUT_S, Scripts, connection, decoded, pairs
 from pagemill.jobs.spec import PROTOCOL
-from pagemill.jobs.status import Event, JobStatus, ServerFacts, WorkerInfo
+from pagemill.jobs.status import Event, JobStatus, ServerFacts, Want, WorkerInfo
 
 PREFIX = "pagemill"
 FRESH_MS = 10_000
@@ -171,6 +171,13 @@ class Observer:
         """How many tasks of the model could be leased now, counted up to `limit`."""
         name = f"{self.prefix}:model:{model}:ready"
         return int(await self.scripts.call("runnable", name, self.prefix, model, limit))
+
+    async def wanted(self, model: str, worker: str, fingerprint: str = "", context: int = 0) -> Want:
+        """Who waits for an engine with this model. fingerprint, context: of the asking worker's, where it
+        has loaded the model before."""
+        name = f"{self.prefix}:model:{model}:ready"
+        args = (model, worker, fingerprint, context)
+        return Want(*map(int, await self.scripts.call("wanted", name, self.prefix, *args)))
 
     async def _hash(self, name: str) -> dict[str, str]:
         values = await self.scripts.patiently(lambda: _reply(self.redis.hgetall(name)))

@@ -15,23 +15,27 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from pagemill.jobs import layout
-from pagemill.jobs.commit import read_commit
+from pagemill.jobs.commit import commit_shard, read_commit
 from pagemill.jobs.errors import ObjectNotFound, StorageError
 from pagemill.jobs.finalize import commit_stopped, finalize, stopped_row
-from pagemill.jobs.plan import make_plan
+from pagemill.jobs.plan import make_plan, read_shard
 from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import LeaseLost, State, new_nonce
 from pagemill.jobs.status import Lease, StopReason
 from pagemill.jobs.stopping import stop_that_counts
 from pagemill.jobs.storage import Storage, read_json
 
-__all__ = ["kept", "read_stop", "settle", "settle_job", "stopped_row"]
+__all__ = ["WORKS", "Elsewhere", "kept", "read_stop", "settle", "settle_job", "stopped_row"]
 
 TTL_MS = 15_000
+
+
+Elsewhere = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Does a work of WORKS, given by name with its arguments as JSON, and returns what it decided."""
 
 
 async def settle(
@@ -41,19 +45,35 @@ async def settle(
     *,
     fingerprint: str | None = None,
     stopped_check: Callable[[], str | None] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> None:
     """Do the leased task and tell Redis. The caller keeps the lease alive meanwhile.
 
     fingerprint: of the model that the planner serves, where it serves one. stopped_check: why the job was
-    stopped, or None; asked from a thread while planning, by default of the store. Raises StorageError when
-    the store refuses (try again, nothing is half done) and ValueError for a shard of a job that runs.
+    stopped, or None; asked from a thread while planning, by default of the store. elsewhere: who does the
+    work, by default a thread of ours. Raises StorageError when the store refuses (try again, nothing is half
+    done) and ValueError for a shard of a job that runs.
     """
+    args: dict[str, Any] = {"job": lease.job}
+    more: dict[str, Any] = {}
     if lease.kind == "plan":
-        await _settle_plan(state, storage, lease, fingerprint, stopped_check)
+        args |= {"fence": lease.fence, "fingerprint": fingerprint}
+        more = {"stopped": stopped_check}
     elif lease.kind == "finalize":
-        await _settle_end(state, storage, lease)
+        args |= {"stop": lease.stop}
     else:
-        await _settle_shard(state, storage, lease)
+        args |= await _stopped_shard(state, storage, lease)
+    if elsewhere is not None:
+        decided = await elsewhere(lease.kind, args)
+    else:
+        decided = await asyncio.to_thread(lambda: WORKS[lease.kind](storage, **args, **more))
+    if lease.kind == "plan":
+        await state.planned(lease.job, lease.fence, decided)
+    elif lease.kind == "finalize":
+        await state.finalized(lease.job, decided)
+    else:
+        assert lease.shard is not None
+        await state.committed(lease.job, lease.shard, decided)
 
 
 async def settle_job(state: State, storage: Storage, job: str, model: str) -> None:
@@ -97,40 +117,76 @@ async def read_stop(storage: Storage, job: str) -> dict[str, Any] | None:
     return await asyncio.to_thread(read_json, storage, layout.stop(job))
 
 
-async def _settle_plan(
-    state: State,
+def plan_work(
     storage: Storage,
-    lease: Lease,
+    job: str,
+    fence: str,
     fingerprint: str | None,
-    stopped_check: Callable[[], str | None] | None,
-) -> None:
-    job = lease.job
+    stopped: Callable[[], str | None] | None = None,
+) -> dict[str, Any]:
+    """Blocks; the plan that counts."""
 
     def asked() -> str | None:
         stop = read_json(storage, layout.stop(job))
         return None if stop is None else str(stop["reason"])
 
-    def work() -> dict[str, Any]:
-        spec = _spec(storage, job)
-        return make_plan(
-            storage, spec, fence=lease.fence, fingerprint=fingerprint, stopped=stopped_check or asked
-        )
-
-    plan = await asyncio.to_thread(work)
-    await state.planned(job, lease.fence, plan)
+    return make_plan(
+        storage, _spec(storage, job), fence=fence, fingerprint=fingerprint, stopped=stopped or asked
+    )
 
 
-async def _settle_end(state: State, storage: Storage, lease: Lease) -> None:
-    def work() -> dict[str, Any]:
-        spec = _spec(storage, lease.job)
-        plan = _plan(storage, lease.job)
-        return finalize(storage, spec, plan, stop=stop_that_counts(storage, lease.job, plan, lease.stop))
-
-    manifest = await asyncio.to_thread(work)
-    await state.finalized(lease.job, manifest)
+def end_work(
+    storage: Storage, job: str, stop: StopReason | None, gave_up: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Blocks; the manifest that counts."""
+    spec, plan = _spec(storage, job), _plan(storage, job)
+    return finalize(storage, spec, plan, stop=stop_that_counts(storage, job, plan, stop), gave_up=gave_up)
 
 
-async def _settle_shard(state: State, storage: Storage, lease: Lease) -> None:
+def stopped_work(
+    storage: Storage,
+    job: str,
+    shard: int,
+    reason: StopReason,
+    fence: str,
+    attempt: int,
+    segments: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Blocks; the commit record of a shard as its sealed rows and, for all others, error rows."""
+    record = read_commit(storage, job, shard)
+    if record is not None:
+        return record
+    return commit_stopped(
+        storage,
+        _spec(storage, job),
+        _entry(storage, job, shard),
+        reason,
+        fence=fence,
+        attempt=attempt,
+        segments=segments,
+    )
+
+
+def commit_work(
+    storage: Storage, job: str, shard: int, fence: str, segments: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Blocks; the commit record of a shard all of whose rows are sealed. Raises RowsDoNotMatch."""
+    entry = _entry(storage, job, shard)
+    expected = {row.row_index for row in read_shard(storage, entry)}
+    return commit_shard(
+        storage, job, entry, fence=fence, segments=segments, rows=(), expected_row_indexes=expected
+    )
+
+
+WORKS: dict[str, Callable[..., dict[str, Any]]] = {
+    "plan": plan_work,
+    "finalize": end_work,
+    "shard": stopped_work,
+    "commit": commit_work,
+}
+
+
+async def _stopped_shard(state: State, storage: Storage, lease: Lease) -> dict[str, Any]:
     job, shard = lease.job, lease.shard
     assert shard is not None
     stop = await read_stop(storage, job)
@@ -138,22 +194,18 @@ async def _settle_shard(state: State, storage: Storage, lease: Lease) -> None:
     if reason is None:
         raise ValueError(f"{lease.task} of {job} runs: it needs an engine")
     segments = await state.segments(job, shard)
-    record = await asyncio.to_thread(_commit_stopped, storage, lease, shard, reason, segments)
-    await state.committed(job, shard, record)
+    return {
+        "shard": shard,
+        "reason": reason,
+        "fence": lease.fence,
+        "attempt": lease.attempt,
+        "segments": segments,
+    }
 
 
-def _commit_stopped(
-    storage: Storage, lease: Lease, shard: int, reason: StopReason, segments: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Commits a shard as its sealed rows and, for all others, error rows."""
-    record = read_commit(storage, lease.job, shard)
-    if record is not None:
-        return record
-    spec = _spec(storage, lease.job)
-    entry = next(entry for entry in _plan(storage, lease.job)["shards"] if entry["shard"] == shard)
-    return commit_stopped(
-        storage, spec, entry, reason, fence=lease.fence, attempt=lease.attempt, segments=segments
-    )
+def _entry(storage: Storage, job: str, shard: int) -> dict[str, Any]:
+    entry: dict[str, Any] = next(e for e in _plan(storage, job)["shards"] if e["shard"] == shard)
+    return entry
 
 
 def _spec(storage: Storage, job: str) -> JobSpec:

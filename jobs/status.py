@@ -160,6 +160,18 @@ class StopOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Want:
+    """Jobs with a shard that waits for a model's engine, and that the worker who asks could run.
+
+    unserved: those of them that no other worker works on or could take. priority: the highest of all.
+    """
+
+    jobs: int = 0
+    unserved: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One entry of a job's event stream; `id` is where to read on from."""
 
@@ -179,6 +191,8 @@ class WorkerInfo:
     """starting, ready, draining or sick; `message` says more."""
     message: str = ""
     models: tuple[str, ...] = ()
+    """Those it may load; `loaded` is the one that is in its engine or on the way there, "" for none."""
+    loaded: str = ""
     fingerprint: str = ""
     context: int = 0
     device: str = ""

@@ -22,17 +22,30 @@ from pagemill.jobs.storage import Storage, decide, read_json
 TOO_LATE = TERMINAL | {"finalizing"}
 
 
-async def stop_job(state: State, storage: Storage, job: str, reason: StopReason) -> StopOutcome:
+async def stop_job(
+    state: State,
+    storage: Storage,
+    job: str,
+    reason: StopReason,
+    *,
+    error_code: str = "",
+    error_message: str = "",
+) -> StopOutcome:
     """Ask that the job stops; accepted says that it ends, or ended, for this reason.
+
+    error_code, error_message: of the job, where it fails.
 
     Harmless to repeat. Raises JobNotFound when Redis does not know the job.
     """
     known = await state.status(job)
     if known is not None and known.state in TOO_LATE:
         return await state.stop(job, reason)  # refused, unless it was accepted before
-    wanted = {"reason": reason, "at": time.time()}
+    wanted: dict[str, Any] = {"reason": reason, "at": time.time()}
+    if error_code:
+        wanted |= {"error_code": error_code, "error_message": error_message}
     stop, _ = await asyncio.to_thread(decide, storage, layout.stop(job), wanted)
-    outcome = await state.stop(job, stop["reason"])
+    words = (stop.get("error_code", ""), stop.get("error_message", ""))
+    outcome = await state.stop(job, stop["reason"], *words)
     return StopOutcome(outcome.accepted and stop["reason"] == reason, outcome.state)
 
 

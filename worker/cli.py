@@ -174,7 +174,16 @@ def run(
 
 
 def worker(
-    model: Model = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="smollm2 (the demo model), a directory, a .gguf file, or a hub name; NAME=SOURCE gives it "
+            "the name jobs ask for. Given several times: any of them, one at a time.",
+            show_default=False,
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="What jobs call it; else the model's own name.", show_default=False)
     ] = None,
@@ -207,13 +216,13 @@ def worker(
     s3_endpoint: options.Endpoint = None,
     s3_region: options.Region = None,
 ) -> int:
-    """Serve a model: take work from Redis until SIGTERM or Ctrl-C, then hand back what is not finished.
+    """Serve a model, or several by turns: take work from Redis until SIGTERM or Ctrl-C, then hand it back.
 
     Every option also comes as a variable, PAGEMILL_ and its name, and so do the rarer ones
     (worker/README.md).
     """
     settings = _settings(
-        model=model,
+        models=models or None,
         name=name,
         dtype=dtype,
         device=device,
@@ -233,10 +242,9 @@ def worker(
         s3_region=s3_region,
     )
     from pagemill.worker.main import main
-    from pagemill.worker.models import resolve_model
 
     if settings.engine == "native":
-        resolve_model(settings.model)  # before a process is started for it
+        _resolve(settings)  # before a process is started for any
     return main(settings)
 
 
@@ -322,6 +330,14 @@ def _settings(*extras: str, **given: Any) -> WorkerSettings:
     settings = WorkerSettings.load(**given)
     require(*(["worker"] if settings.engine == "native" else []), *extras)
     return settings
+
+
+def _resolve(settings: WorkerSettings) -> None:
+    """Raises ModelError for the first model that is not there."""
+    from pagemill.worker.models import resolve_model
+
+    for choice in settings.choices:
+        resolve_model(choice.source)
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:

@@ -16,7 +16,7 @@ class Credits:
     """
 
     def __init__(self, rows: int, size: int) -> None:
-        self._limit, self._rows, self._bytes = rows, rows, size
+        self.limit, self._rows, self._bytes = rows, rows, size
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, size: int) -> None:
@@ -39,6 +39,12 @@ class Credits:
         self._move(1, size)
         self._grant()
 
+    def resize(self, limit: int) -> None:
+        """How many rows may be down from now on; those that are too many are let go by, not called back."""
+        change, self.limit = limit - self.limit, limit
+        self._move(change, 0)
+        self._grant()
+
     def _grant(self) -> None:
         while self._waiters:
             size, granted = self._waiters[0]
@@ -50,7 +56,7 @@ class Credits:
             self._waiters.popleft()
 
     def _fits(self, size: int) -> bool:
-        return self._rows == self._limit or (self._rows > 0 and self._bytes >= size)
+        return self._rows == self.limit or (self._rows > 0 and self._bytes >= size)
 
     def _move(self, rows: int, size: int) -> None:
         self._rows += rows

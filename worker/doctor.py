@@ -10,7 +10,7 @@ import asyncio
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ from pagemill.jobs.errors import PagemillError
 from pagemill.jobs.failures import describe
 from pagemill.jobs.spec import PROTOCOL
 from pagemill.jobs.state import State
+from pagemill.jobs.status import WorkerInfo
 from pagemill.jobs.storage import open_storage
 from pagemill.worker.settings import WorkerSettings
 
@@ -133,9 +134,16 @@ async def redis(settings: WorkerSettings) -> list[Finding]:
         _persistence(facts.persistent),
         _protocol(facts.protocol),
     ]
-    names = ", ".join(sorted({name for worker in workers for name in worker.models})) or "no model"
-    findings.append(Finding("workers", "ok", f"{len(workers)} running, serving {names}"))
+    findings.append(Finding("workers", "ok", _served(workers)))
     return findings
+
+
+def _served(workers: Sequence[WorkerInfo]) -> str:
+    """How many there are, which models are loaded, and which could be."""
+    loaded = {worker.loaded for worker in workers if worker.loaded}
+    allowed = {name for worker in workers for name in worker.models} - loaded
+    text = f"{len(workers)} running, serving {', '.join(sorted(loaded)) or 'no model'}"
+    return f"{text}; {', '.join(sorted(allowed))} when asked for" if allowed else text
 
 
 def _version(version: str, address: str) -> Finding:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from pagemill.worker.engine_process import OUT_OF_MEMORY
 from pagemill.worker.models import resolve_model
 from pagemill.worker.wire import Board, Lines, encode
 
@@ -82,8 +83,10 @@ class Child:
         threading.Thread(target=self._beat, daemon=True, name="beats").start()
         try:
             backend.run()
-        except BaseException:
+        except BaseException as error:
             traceback.print_exc()
+            if _out_of_memory(error):
+                quit_now(OUT_OF_MEMORY)
         quit_now(4)
 
     def _first_message(self) -> Message:
@@ -186,6 +189,12 @@ def _received(channel: socket.socket) -> bytes:
 def _foreseen(error: Exception) -> bool:
     """Whether it is one of ours, which name what is wrong and how to mend it."""
     return type(error).__module__.startswith("pagemill.")
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Python's own, torch's for a GPU, and what torch raises where malloc refuses."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def _sentence(error: Exception) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from pagemill.jobs.errors import ModelError
 from pagemill.worker.blame import DEATHS_ALONE, Quarantine
 from pagemill.worker.credits import Credits
 from pagemill.worker.engine_process import EngineProcess, Message
+from pagemill.worker.pressure import QUIET_S, Pressure
 from pagemill.worker.wire import encode
 
 log = logging.getLogger("pagemill.engine")
@@ -25,6 +27,10 @@ log = logging.getLogger("pagemill.engine")
 Sink = Callable[[Message], None]
 TICK_S = 1.0
 LOADS = 2  # a model that failed to load this often in a row will not load by itself
+# Deaths within an hour that led to no poison row. The hunt for one takes fewer (blame.py: log2 n + 3), so an
+# engine that has so many dies of itself, each time of other rows.
+RESTLESS_DEATHS = 20
+RESTLESS_S = 3600.0
 BARREN_LIVES = 2  # lives in a row that ended without finishing a row, and with no row to suspect
 # A step may take stall_timeout_s, and this much for each token in it, where nobody said otherwise: many times
 # what the slowest machine of the kind needs.
@@ -56,6 +62,7 @@ class HostConfig:
     load_timeout_s: float = 1800.0
     stall_timeout_s: float = 60.0
     stall_token_s: float | None = None
+    quiet_s: float = QUIET_S
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -86,6 +93,7 @@ class EngineHealth:
     pid: int | None
     restarts: int
     rows_in_flight: int
+    rows_limit: int
     figures: Mapping[str, float]
 
 
@@ -113,6 +121,8 @@ class EngineHost:
         self._restarts = 0
         self._fruitful = False  # whether this life finished a row, or left one to suspect
         self._canary_deaths = 0
+        self._unexplained: deque[float] = deque(maxlen=RESTLESS_DEATHS)
+        self._pressure = Pressure(config.rows, config.quiet_s)
         self._sick = ""  # why no engine of this machine can be trusted
         self._living: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] | None = None
@@ -172,9 +182,15 @@ class EngineHost:
         if sent and self._child is not None:
             self._child.tell({"op": "abort", "rids": sent})
 
+    def under_way(self) -> set[str]:
+        """Ids of the rows in the engine's running step; those of no step can be taken back for nothing."""
+        return self._child.suspects() if self._child is not None and self._up else set()
+
     def health(self) -> EngineHealth:
         pid = self._child.pid if self._child is not None and self._up else None
-        return EngineHealth(self._up, pid, self._restarts, len(self._rows), self._figures)
+        return EngineHealth(
+            self._up, pid, self._restarts, len(self._rows), self._pressure.limit, self._figures
+        )
 
     async def close(self) -> None:
         """Stop the child. Rows still down there are forgotten."""
@@ -279,6 +295,7 @@ class EngineHost:
         stalled, last = 0.0, -1.0
         while not ended.done():
             await asyncio.wait([ended], timeout=TICK_S)
+            self._bear(self._pressure.passed(TICK_S))
             figures = self._figures
             if figures.get("compiling"):
                 continue
@@ -313,12 +330,35 @@ class EngineHost:
         self._fruitful = self._fruitful or bool(suspects)
         how = child.how_it_ended()
         log.warning("the engine's process %s with %d rows in its step; starting it again", how, len(suspects))
-        for rid in self._quarantine.crashed(suspects):
+        if child.ran_out_of_memory():
+            self._bear(self._pressure.ran_out(len(suspects)))
+        poison = self._quarantine.crashed(suspects)
+        self._count_death(how, explained=bool(poison))
+        if poison:
+            self._bear(self._pressure.cleared())
+        for rid in poison:
             log.error("row %s is poison: a fresh engine died with it alone %d times", rid, DEATHS_ALONE)
             message = f"The engine's process {how} while running this row alone, {DEATHS_ALONE} times."
             self._deliver(
                 {"rid": rid, "status": "failed", "error_code": "poison_row", "error_message": message}
             )
+
+    def _count_death(self, how: str, *, explained: bool) -> None:
+        """A machine on which an engine dies again and again, of ever other rows, is sick, and no row is."""
+        if explained:
+            self._unexplained.clear()
+            return
+        now = asyncio.get_running_loop().time()
+        self._unexplained.append(now)
+        if len(self._unexplained) == RESTLESS_DEATHS and now - self._unexplained[0] <= RESTLESS_S:
+            self._sick = f"The engine's process {how}, as {RESTLESS_DEATHS} times lately, each of other rows."
+
+    def _bear(self, changed: bool) -> None:
+        """Heed what memory bears now."""
+        if changed:
+            log.warning("memory: at most %d rows at once from now on", self._pressure.limit)
+            self._credits.resize(self._pressure.limit)
+            self._resume()
 
     # -- rows ------------------------------------------------------------------------------------------
 
@@ -332,8 +372,14 @@ class EngineHost:
         if self._quarantine.wants_canary and self._child is not None:
             self._child.send(encode(CANARY))
             return
-        for rid in list(self._rows):
-            self._send(rid)
+        # Rows that hold a credit from before a limit was lowered wait here, so that the step is no larger.
+        room = self._pressure.limit - sum(row.sent for row in self._rows.values())
+        for rid, row in list(self._rows.items()):
+            if room <= 0:
+                return
+            if not row.sent:
+                self._send(rid)
+                room -= row.sent
 
     def _on_data(self, message: Message) -> None:
         self._fruitful = True
@@ -359,7 +405,7 @@ class EngineHost:
     def _end(self, rid: str) -> None:
         row = self._rows.pop(rid)
         self._credits.give(len(row.line))
-        if self._quarantine.done(rid):
+        if self._quarantine.done(rid) or self._pressure.lowered:
             self._resume()
 
     def _judge_canary(self, message: Message) -> None:

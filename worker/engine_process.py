@@ -24,6 +24,7 @@ log = logging.getLogger("pagemill.engine")
 
 Message = dict[str, Any]
 LAST_WORDS = 20
+OUT_OF_MEMORY = 6  # how a child ends that noticed it itself (engine_child.py)
 
 
 class _Channel(asyncio.Protocol):
@@ -55,6 +56,7 @@ class EngineProcess:
         self._board: Board | None = None
         self._closed = [asyncio.Event(), asyncio.Event()]
         self._watching: asyncio.Task[None] | None = None
+        self._killed = False  # by us
         self.ended = asyncio.Event()
 
     @property
@@ -148,6 +150,7 @@ class EngineProcess:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self._process is not None and self._process.returncode is None:
+                self._killed = True
                 self._process.send_signal(signal.SIGKILL)
 
     def suspects(self) -> set[str]:
@@ -159,11 +162,18 @@ class EngineProcess:
         code = self._process.returncode if self._process is not None else None
         if code is None:
             return "is gone"
+        if code == OUT_OF_MEMORY:
+            return "ran out of memory"
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(-code).name}"
             return f"was killed by signal {-code}"
         return f"exited with {code}"
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether it said so, or was killed as the kernel does when there is none left: by nobody we know."""
+        code = self._process.returncode if self._process is not None else None
+        return code == OUT_OF_MEMORY or (code == -signal.SIGKILL and not self._killed)
 
     def last_words(self) -> str:
         return self._words[-1] if self._words else ""

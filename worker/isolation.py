@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from pagemill.jobs.status import Lease
 from pagemill.worker.blame import DEATHS_ALONE
@@ -29,22 +29,33 @@ def needs_isolation(lease: Lease) -> bool:
     return lease.kind == "shard" and lease.stop is None and struck
 
 
+def has_killed(lease: Lease) -> bool:
+    """Whether what this lease is on, and needs no engine, may have killed a worker (aside.py)."""
+    return lease.strikes > 0
+
+
 @dataclass(slots=True)
 class Isolation:
-    """groups: rows to be run together; the last one is the next. alone: how often a row died alone."""
+    """groups: rows to be run together; the last one is the next. alone: how often a row died alone.
+
+    deaths, why: of processes that merged the shard (aside.py); kept here, since a shard has one record.
+    """
 
     groups: list[list[int]] = field(default_factory=list)
     alone: dict[int, int] = field(default_factory=dict)
+    deaths: int = 0
+    why: str = ""
 
     @classmethod
     def load(cls, text: str) -> Isolation:
         if not text:
             return cls()
         doc = json.loads(text)
-        return cls(doc["groups"], {int(row): deaths for row, deaths in doc["alone"].items()})
+        alone = {int(row): deaths for row, deaths in doc.get("alone", {}).items()}
+        return cls(doc.get("groups", []), alone, doc.get("deaths", 0), doc.get("why", ""))
 
     def dump(self) -> str:
-        return json.dumps({"groups": self.groups, "alone": self.alone}, separators=(",", ":"))
+        return json.dumps(asdict(self), separators=(",", ":"))
 
     def mourn(self, left: Collection[int]) -> int | None:
         """The last holder died with the last group in its engine. The row now known to be poison, if any.

@@ -33,6 +33,7 @@ class Guard:
     stop: why the job drains, None while it runs. lost: somebody else has the task, or nobody needs it.
     forgotten: lost because Redis does not know the job any more.
     leaving: the worker goes away; finished rows are still to be sealed.
+    winding_up: the engine is to serve another model. Rows under way are finished, no other is begun.
     changed: set, in the worker's event loop, whenever one of them changes. gone: set once it is lost.
     """
 
@@ -40,7 +41,7 @@ class Guard:
         self.lease = lease
         self.stop: StopReason | None = lease.stop
         self.lost = self.forgotten = False
-        self.leaving = False
+        self.leaving = self.winding_up = False
         self.changed = asyncio.Event()
         self.gone = asyncio.Event()
 
@@ -61,6 +62,10 @@ class Guard:
 
     def leave(self) -> None:
         self.leaving = True
+        self.changed.set()
+
+    def wind_up(self) -> None:
+        self.winding_up = True
         self.changed.set()
 
 

@@ -2,7 +2,7 @@
 
     Redis, store        checked first: a worker that cannot reach them says so and ends
     heartbeat thread    renews leases
-    engine process      loads the model, while plans and finalizing already run
+    serving             the engine's process and the model in it; plans and finalizing run while it loads
     arq                 brings tickets; a ticket wakes the leasing loop and holds no work
     upkeep              registry, progress, sweeping, once a second
     leasing             the work
@@ -22,9 +22,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
-from pagemill.jobs.errors import ModelError, PagemillError
+from pagemill.jobs.errors import PagemillError
 from pagemill.jobs.failures import report
 from pagemill.jobs.script import connection
 from pagemill.jobs.state import State
@@ -33,7 +34,8 @@ from pagemill.worker.engine_host import EngineHost, HostConfig
 from pagemill.worker.lease import Heartbeat
 from pagemill.worker.logs import set_up_logging
 from pagemill.worker.metrics import Figures
-from pagemill.worker.settings import WorkerSettings
+from pagemill.worker.serving import Serving
+from pagemill.worker.settings import Choice, WorkerSettings
 from pagemill.worker.tasks import Leasing
 from pagemill.worker.ticketing import Ticketing
 from pagemill.worker.upkeep import Upkeep
@@ -72,24 +74,26 @@ async def run_worker(
         heartbeat = Heartbeat(settings.redis_url, settings.worker_id, settings.lease_ttl_s)
         heartbeat.start()
         stack.push_async_callback(heartbeat.close)
-        engine = EngineHost(host_config(settings))
-        stack.push_async_callback(engine.close)
+        engine = EngineHost(host_config(settings, settings.choices[0]))
         shop = Workshop(settings, state, storage, engine, heartbeat, figures)
+        stack.push_async_callback(lambda: shop.engine.close())
         await _work(shop, stop, ready)
 
 
 async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] | None) -> None:
-    settings, model = shop.settings, shop.settings.model_name
-    leasing = Leasing(shop, model)
-    upkeep = Upkeep(shop, leasing, model)
-    ticketing = Ticketing(settings.redis_url, model, leasing)
-    log.info("worker %s starts: model %s, store %s", settings.worker_id, model, shop.storage.url)
+    settings = shop.settings
+    names = [choice.name for choice in settings.choices]
+    leasing = Leasing(shop, names)
+    serving = Serving(shop, leasing, partial(host_config, settings))
+    upkeep = Upkeep(shop, leasing, serving)
+    ticketing = [Ticketing(settings.redis_url, name, leasing) for name in names]
+    log.info("worker %s starts: %s, store %s", settings.worker_id, ", ".join(names), shop.storage.url)
     ending = [
         asyncio.create_task(stop.wait(), name="stop"),
-        asyncio.create_task(_load(shop, leasing, upkeep, ready), name="engine"),
+        asyncio.create_task(serving.run(upkeep.hurry, ready), name="serving"),
         asyncio.create_task(upkeep.run(), name="upkeep"),
         asyncio.create_task(leasing.run(), name="leasing"),
-        asyncio.create_task(ticketing.run(), name="tickets"),
+        *(asyncio.create_task(tickets.run(), name="tickets") for tickets in ticketing),
         asyncio.create_task(shop.rescue.run(leasing.jobs, leasing.wake), name="rescue"),
     ]
     try:
@@ -98,11 +102,12 @@ async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] |
             task.result()
     finally:
         log.info("worker %s leaves", settings.worker_id)
-        upkeep.phase = "draining"
+        serving.phase = "draining"
         await leasing.leave(LEAVE_S)
         await cancelled(ending)
         await upkeep.close()
-        await ticketing.close()
+        for tickets in ticketing:
+            await tickets.close()
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -116,33 +121,6 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
-
-
-async def _load(shop: Workshop, leasing: Leasing, upkeep: Upkeep, ready: Callable[[], None] | None) -> None:
-    """Load the model, then stay until the engine cannot be kept alive. Raises ModelError."""
-    try:
-        leasing.engine = await shop.engine.start()
-        upkeep.phase = "ready"
-        leasing.wake()
-        await upkeep.say()
-        if ready is not None:
-            ready()
-        await shop.engine.broken()
-    except ModelError as error:
-        upkeep.phase, upkeep.message = "sick", str(error)
-        what = "model_load_error" if leasing.engine is None else "engine failure"
-        await _tell_waiting_jobs(shop, f"{what} on worker {shop.settings.worker_id}: {error}")
-        raise
-
-
-async def _tell_waiting_jobs(shop: Workshop, why: str) -> None:
-    """A model that does not load is this worker's fault, never a job's; but jobs say why they wait."""
-    try:
-        async with asyncio.timeout(5.0):
-            for job in await shop.state.unfinished(shop.settings.model_name):
-                await shop.tell(job, why)
-    except (PagemillError, TimeoutError) as trouble:
-        log.warning("jobs could not be told: %s", trouble)
 
 
 async def _checked_storage(settings: WorkerSettings) -> Storage:
@@ -159,12 +137,13 @@ async def _check_redis(settings: WorkerSettings) -> None:
         await state.close()
 
 
-def host_config(settings: WorkerSettings) -> HostConfig:
+def host_config(settings: WorkerSettings, choice: Choice | None = None) -> HostConfig:
     """What the engine's process is told (engine_child.py), and within which limits it is kept."""
+    choice = choice or settings.choices[0]
     start: dict[str, Any] = {
         "engine": settings.engine,
-        "model": settings.model_name,
-        "model_source": settings.model,
+        "model": choice.name,
+        "model_source": choice.source,
         "dtype": settings.dtype,
         "device": settings.device,
         "quantization": settings.quantization,

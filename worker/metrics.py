@@ -36,8 +36,10 @@ class Figures:
         self.tasks = self._counter("tasks", "Tasks that ended here, by kind and how.", "kind", "outcome")
         self.segments = self._counter("segments", "Segments sealed.")
         self.storage_refusals = self._counter("storage_refusals", "Storage calls that had to be tried again.")
+        self.model_changes = self._counter("model_changes", "Times the engine was given to another model.")
         self.engine_restarts = self._gauge("engine_restarts", "Times the engine's process was started again.")
         self.rows_in_flight = self._gauge("rows_in_flight", "Rows in the engine's process.")
+        self.rows_limit = self._gauge("rows_limit", "Rows that may be there; fewer after memory ran out.")
         self.slots_busy = self._gauge("slots_busy", "Tasks running.")
         self.engine = self._gauge("engine", "The engine's own figures, by name.", "figure")
         self._server: tuple[_Server, Thread] | None = None
@@ -70,10 +72,18 @@ class Figures:
             if count:
                 self.tokens.labels(kind).inc(count)
 
-    def look(self, restarts: int, rows_in_flight: int, slots_busy: int, engine: Mapping[str, float]) -> None:
+    def look(
+        self,
+        restarts: int,
+        rows_in_flight: int,
+        rows_limit: int,
+        slots_busy: int,
+        engine: Mapping[str, float],
+    ) -> None:
         """Once a second: what is running."""
         self.engine_restarts.set(restarts)
         self.rows_in_flight.set(rows_in_flight)
+        self.rows_limit.set(rows_limit)
         self.slots_busy.set(slots_busy)
         for name, value in engine.items():
             self.engine.labels(name).set(value)

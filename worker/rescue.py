@@ -1,7 +1,7 @@
 """Brings jobs back that Redis has lost: whenever it shows that it forgot, and now and then in any case.
 
     a lease, seal or commit of a job it does not know   that job, once our task of it has put away its rows
-    a registry that does not know us                    it is new, or it was flushed: all jobs of our model
+    a registry that does not know us                    it is new, or it was flushed: all jobs of our models
     a minute gone by                                    the same; a failover forgets, and tells nobody
 
 Any number of workers may do so at once: the epoch that each claims is its own, and one `create` succeeds.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from pagemill.jobs.errors import JobConflict, JobNotFound, PagemillError
 from pagemill.jobs.forgotten import forgotten
@@ -30,8 +30,8 @@ LONGEST_PAUSE_S = 30.0
 class Rescue:
     """Told by others what to look for; `run` does it, one job after the other."""
 
-    def __init__(self, state: State, storage: Storage, model: str, every_s: float) -> None:
-        self._state, self._storage, self._model, self._every_s = state, storage, model, every_s
+    def __init__(self, state: State, storage: Storage, models: Sequence[str], every_s: float) -> None:
+        self._state, self._storage, self._models, self._every_s = state, storage, models, every_s
         self._jobs: set[str] = set()
         self._all = False
         self._asked = asyncio.Event()
@@ -70,7 +70,9 @@ class Rescue:
             return
         self._all = False
         try:
-            lost = await forgotten(self._state, self._storage, self._model)
+            lost = [
+                job for model in self._models for job in await forgotten(self._state, self._storage, model)
+            ]
         except PagemillError as error:
             log.warning("jobs that Redis may have lost are not looked for: %s", error)
             self._all = True

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import NoDecode
 
 from pagemill.jobs.settings import ClientSettings
 
@@ -21,10 +23,33 @@ def default_worker_id() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{os.urandom(3).hex()}"
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A model that a worker may load: what jobs call it, and where its files are (models.py)."""
+
+    name: str
+    source: str
+
+    @classmethod
+    def of(cls, text: str) -> Choice:
+        """From NAME=SOURCE or SOURCE, whose name is a path's last part, else the source as written."""
+        name, sign, source = text.partition("=")
+        if sign and name.strip() and source and not Path(text).exists():
+            return cls(name.strip(), source)
+        path = Path(text)
+        return cls(path.resolve().name.removesuffix(".gguf") if path.exists() else text, text)
+
+
 class WorkerSettings(ClientSettings):
     """Everything a worker reads. Seconds and rows unless a name says otherwise."""
 
     model: str = Field("smollm2", description="smollm2, a directory, a .gguf file, or a hub name")
+    models: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="instead of model: several, each SOURCE or NAME=SOURCE, loaded one at a time"
+    )
+    model_slice_s: float = Field(
+        60.0, ge=0, description="how long a model keeps the engine, at least, while another waits for it"
+    )
     name: str | None = Field(None, description="the name jobs ask for; by default the model's own")
     worker_id: str = Field(default_factory=default_worker_id, description="how this worker signs leases")
 
@@ -56,6 +81,9 @@ class WorkerSettings(ClientSettings):
         60.0, gt=0, description="how often to look for jobs that Redis has lost, beside when it shows"
     )
 
+    task_memory_gb: float = Field(
+        4.0, gt=0, description="memory of a plan, merge or ending that has killed a worker before"
+    )
     load_timeout_s: float = Field(1800.0, gt=0, description="longest load of a model")
     stall_timeout_s: float = Field(
         60.0, gt=0, description="an engine step that takes longer is a hang, and …"
@@ -84,17 +112,34 @@ class WorkerSettings(ClientSettings):
 
     @field_validator("name")
     @classmethod
-    def _named(cls, name: str | None) -> str | None:
+    def _named(cls, name: str | None, info: ValidationInfo) -> str | None:
         if name is not None and not name.strip():
             raise ValueError("must not be empty")
+        if name is not None and len(info.data.get("models", ())) > 1:
+            raise ValueError("is for one model; name each of several as --model NAME=SOURCE")
         return name
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _listed(cls, models: Any) -> Any:
+        """A variable holds them separated by commas."""
+        return tuple(filter(None, map(str.strip, models.split(",")))) if isinstance(models, str) else models
+
+    @field_validator("models")
+    @classmethod
+    def _distinct(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+        names = [Choice.of(model).name for model in models]
+        if len(set(names)) < len(names):
+            raise ValueError("two models have the same name; tell them apart as NAME=SOURCE")
+        return models
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The models that may be loaded, the first one first where nothing waits."""
+        choices = tuple(map(Choice.of, self.models or (self.model,)))
+        return (Choice(self.name, choices[0].source),) if self.name and len(choices) == 1 else choices
 
     @property
     def model_name(self) -> str:
-        """What jobs call this model: the given name, else a path's last part, else the model as written."""
-        if self.name:
-            return self.name
-        path = Path(self.model)
-        if path.exists():
-            return path.resolve().name.removesuffix(".gguf")
-        return self.model
+        """What jobs call the first model."""
+        return self.choices[0].name

@@ -3,6 +3,7 @@
     commit record there?  adopt it                 stopped   what is finished is kept, the rest are error rows
     sealed segments       those rows are done      lost      stop, and publish nothing more
     the rest              into the engine          leaving   seal what is finished; the next holder goes on
+                                                   winding up   the same, once the rows under way have ended
 
 A row's failure is a row's result, and never the shard's. This room may not know how tasks are leased, nor
 what runs the engine.
@@ -28,6 +29,7 @@ from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import LeaseLost
 from pagemill.jobs.status import StopReason, Totals
 from pagemill.jobs.storage import read_json
+from pagemill.worker.aside import Aside
 from pagemill.worker.blame import DEATHS_ALONE
 from pagemill.worker.engine_host import CANARY
 from pagemill.worker.isolation import Isolation
@@ -36,7 +38,7 @@ from pagemill.worker.workshop import Workshop
 
 log = logging.getLogger("pagemill.worker")
 
-
+WIND_UP_S = 0.25
 POISON = {
     "status": "failed",
     "error_code": "poison_row",
@@ -253,6 +255,8 @@ class ShardRun:
         guard, settings = self._guard, self._shop.settings
         while self._left and guard.stop is None:
             guard.check()
+            if guard.winding_up:
+                self._wind_up(feeding)
             if feeding.done() and not feeding.cancelled() and feeding.exception() is not None:
                 feeding.result()
             due = None
@@ -261,7 +265,23 @@ class ShardRun:
                 if due <= 0 or len(self._finished) >= settings.seal_rows:
                     await self._seal()
                     continue
-            await self._something(feeding, due)
+            await self._something(feeding, WIND_UP_S if guard.winding_up else due)
+
+    def _wind_up(self, feeding: asyncio.Task[None]) -> None:
+        """Begin no row more. Raises Released when none is under way either.
+
+        Rows in a step are finished, since one that takes longer than a slice of its model would otherwise
+        never be; after a death of the engine none is under way, and all are handed back.
+        """
+        feeding.cancel()
+        begun = self._shop.engine.under_way()
+        waiting = [row_index for row_index in self._down if self._rid(row_index) not in begun]
+        self._shop.engine.abort([self._rid(row_index) for row_index in waiting])
+        self._down.difference_update(waiting)
+        self._count_running(-len(waiting))
+        if not self._down:
+            self._guard.leave()
+            self._guard.check()
 
     async def _something(self, feeding: asyncio.Task[None], seconds: float | None) -> None:
         """Wait for completions, a change of the lease, trouble in feeding, or `seconds` at most."""
@@ -331,6 +351,8 @@ class ShardRun:
                 stopped_row(row, guard.stop, self._spec.model, lease.attempt) for row in self._left.values()
             ]
         guard.check()
+        if self._isolated and not self._left:
+            return await self._commit_aside()
         return await shop.insist(
             guard,
             partial(
@@ -344,6 +366,13 @@ class ShardRun:
                 expected_row_indexes=set(self._rows),
             ),
         )
+
+    async def _commit_aside(self) -> dict[str, Any]:
+        """The merge may be what kills workers: it has a process of its own."""
+        await self._seal()
+        lease = self._guard.lease
+        args = {"job": lease.job, "shard": lease.shard, "fence": lease.fence, "segments": self._segments}
+        return await Aside(self._shop, self._guard)("commit", args)
 
 
 def result_row(row: Row, message: Mapping[str, Any], model: str, attempt: int) -> ResultRow:

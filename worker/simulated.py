@@ -11,6 +11,9 @@ promises. Prompts that hold a marker misbehave on purpose:
     <<compile:MS>>  so, and the engine says that it compiles
     <<fail>>      the row ends with numeric_error
     <<slow:MS>>   the row takes that many milliseconds more
+    <<memory:N>>  the process is killed when more than so many rows are in one step
+
+A model whose source holds <<fail>> does not load.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagemill.jobs.errors import ModelError
 from pagemill.worker.wire import Board
 
 Message = dict[str, Any]
 _SLOW = re.compile(r"<<slow:(\d+)>>")
+_MEMORY = re.compile(r"<<memory:(\d+)>>")
 _STALL = re.compile(r"<<(stall|compile):(\d+)>>")
 
 
@@ -47,7 +52,7 @@ class SimulatedEngine:
 
     def __init__(self, config: Mapping[str, Any], board: Board, emit: Callable[[Message], None]) -> None:
         self._board, self._emit = board, emit
-        self._name = str(config["model"])
+        self._name, self._source = str(config["model"]), str(config.get("model_source", ""))
         self._context = int(config.get("context") or 8192)
         self._load_s = float(config.get("sim_load_s", 0))
         self._delay_s = float(config.get("sim_delay_ms", 0)) / 1000
@@ -65,6 +70,8 @@ class SimulatedEngine:
 
     def load(self) -> Message:
         time.sleep(self._load_s)
+        if "<<fail>>" in self._source:
+            raise ModelError(f"{self._name} was told not to load.")
         return {
             "model": self._name,
             "fingerprint": f"simulated-{self._name}-{self._chars}",
@@ -149,6 +156,8 @@ class SimulatedEngine:
             if "<<kill>>" in prompt:
                 os.kill(os.getppid(), signal.SIGKILL)
             if "<<crash>>" in prompt or "<<kill>>" in prompt:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if (memory := _MEMORY.search(prompt)) is not None and len(self._running) > int(memory[1]):
                 os.kill(os.getpid(), signal.SIGKILL)
             if (stall := _STALL.search(prompt)) is not None and not row.stalled:
                 row.stalled = True

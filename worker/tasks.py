@@ -2,9 +2,10 @@
 
 Whatever wakes it (a ticket, a task that ended, a second gone by), it asks for the best runnable task while a
 slot is free. When all are taken it still asks for jobs that nobody works on, and runs one of those in an
-extra slot: a small job starts at once behind a huge one. A task that raises gives its lease back, costs its
-slot a pause, and after some times says in its job what is wrong; nothing is ever stuck, and nothing silent.
-This room may not know what arq is.
+extra slot: a small job starts at once behind a huge one. Of models that it may load but has not, it takes
+what needs no engine, in slots of their own. A task that raises gives its lease back, costs its slot a pause,
+and after some times says in its job what is wrong; nothing is ever stuck, and nothing silent. This room
+may not know what arq is.
 """
 
 from __future__ import annotations
@@ -12,19 +13,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from pagemill.jobs import layout
-from pagemill.jobs.errors import JobConflict, JobNotFound, PagemillError, RedisUnavailable, StorageError
+from pagemill.jobs.errors import (
+    DiskFull,
+    JobConflict,
+    JobNotFound,
+    PagemillError,
+    RedisUnavailable,
+    StorageError,
+)
 from pagemill.jobs.failures import one_line
 from pagemill.jobs.settle import settle
 from pagemill.jobs.state import LeaseLost, new_nonce
-from pagemill.jobs.status import KINDS, Kind, Lease
+from pagemill.jobs.status import KINDS, Lease
 from pagemill.jobs.storage import Storage, read_json
+from pagemill.worker.aside import Aside
 from pagemill.worker.engine_host import EngineInfo
-from pagemill.worker.isolation import needs_isolation
+from pagemill.worker.isolation import has_killed, needs_isolation
 from pagemill.worker.lease import Guard, Released
 from pagemill.worker.shard import run_shard
 from pagemill.worker.workshop import Workshop
@@ -37,25 +47,33 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 
 Outcome = Literal["done", "lost", "handed back", "moot", "failed"]
-NEEDS_NO_ENGINE: tuple[Kind, ...] = ("finalize", "plan")
+SIDE_SLOTS = 2  # for plans and endings of jobs whose model is not loaded
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
+    """extra: beyond the ordinary ones, for a starved job. side: of a model that is not loaded."""
+
     guard: Guard
     extra: bool
+    side: bool
     isolated: bool
 
     @property
     def lease(self) -> Lease:
         return self.guard.lease
 
+    @property
+    def computes(self) -> bool:
+        return self.lease.kind == "shard" and self.lease.stop is None
+
 
 class Leasing:
-    """Runs tasks of one model until told to leave. `engine` is set once the model is loaded."""
+    """Runs tasks until told to leave. loaded: the model whose turn it is; engine: set while it is there."""
 
-    def __init__(self, shop: Workshop, model: str) -> None:
-        self._shop, self._model = shop, model
+    def __init__(self, shop: Workshop, models: Sequence[str]) -> None:
+        self._shop, self._models = shop, models
+        self.loaded = models[0]
         self._tasks: dict[asyncio.Task[None], _Slot] = {}
         self._wake = asyncio.Event()
         self._filling = asyncio.Lock()
@@ -66,6 +84,11 @@ class Leasing:
     @property
     def busy(self) -> int:
         return len(self._tasks)
+
+    @property
+    def computing(self) -> int:
+        """Shards that are in the engine."""
+        return sum(slot.computes for slot in self._tasks.values())
 
     @property
     def full(self) -> bool:
@@ -110,27 +133,52 @@ class Leasing:
             await asyncio.wait(late, timeout=0.5)
             await asyncio.gather(*(self._hand_back(slot.guard) for slot in slots))
 
+    async def wind_up(self) -> None:
+        """Take nothing more for the engine; returns when nothing here needs it: rows under way end first."""
+        self.engine = None
+        with suppress(RedisUnavailable):
+            async with self._filling:
+                pass  # a lease that is being asked for
+        while computing := [task for task, slot in self._tasks.items() if slot.computes]:
+            for task in computing:
+                self._tasks[task].guard.wind_up()
+            await asyncio.wait(computing)
+
     def _ordinary(self) -> int:
-        return sum(not slot.extra for slot in self._tasks.values())
+        return sum(not (slot.extra or slot.side) for slot in self._tasks.values())
 
     def _isolating(self) -> bool:
         return any(slot.isolated for slot in self._tasks.values())
 
     async def _fill(self) -> None:
         """Lease until no slot is free or nothing is runnable. Nothing goes beside a shard in isolation."""
-        while not self._leaving and not self._isolating():
-            starved_only = self._ordinary() >= self._shop.settings.slots
-            if starved_only and any(slot.extra for slot in self._tasks.values()):
+        while not self._leaving and not self._isolating() and await self._shop.fitness.fit():
+            if not await self._fill_ordinary() and not await self._fill_side():
                 return
-            lease = await self._lease(starved_only)
-            if lease is None:
-                return
-            self._begin(lease, extra=starved_only)
 
-    async def _lease(self, starved_only: bool) -> Lease | None:
-        engine = self.engine
+    async def _fill_ordinary(self) -> bool:
+        """One more task of the loaded model, if there is a slot for one."""
+        starved_only = self._ordinary() >= self._shop.settings.slots
+        if starved_only and any(slot.extra for slot in self._tasks.values()):
+            return False
+        lease = await self._lease(self.loaded, starved_only)
+        if lease is not None:
+            self._begin(lease, extra=starved_only)
+        return lease is not None
+
+    async def _fill_side(self) -> bool:
+        """One more task of another model; without its weights these are tasks that need no engine."""
+        busy = sum(slot.side for slot in self._tasks.values())
+        for model in self._models if busy < SIDE_SLOTS else ():
+            if model != self.loaded and (lease := await self._lease(model, busy > 0)) is not None:
+                self._begin(lease, side=True)
+                return True
+        return False
+
+    async def _lease(self, model: str, starved_only: bool) -> Lease | None:
+        engine = self.engine if model == self.loaded else None
         return await self._shop.state.lease(
-            self._model,
+            model,
             worker=self._shop.settings.worker_id,
             nonce=new_nonce(),
             ttl_ms=int(self._shop.settings.lease_ttl_s * 1000),
@@ -140,10 +188,10 @@ class Leasing:
             starved_only=starved_only,
         )
 
-    def _begin(self, lease: Lease, *, extra: bool) -> None:
+    def _begin(self, lease: Lease, *, extra: bool = False, side: bool = False) -> None:
         log.info("%s of %s leased (attempt %d)", lease.task, lease.job, lease.attempt)
         self._shop.figures.leases.labels(lease.kind).inc()
-        slot = _Slot(self._shop.heartbeat.hold(lease), extra, needs_isolation(lease))
+        slot = _Slot(self._shop.heartbeat.hold(lease), extra, side, needs_isolation(lease))
         if self._leaving:
             slot.guard.leave()
         task = asyncio.create_task(self._run(slot), name=f"{lease.task} of {lease.job}")
@@ -214,8 +262,10 @@ class Leasing:
         def stopped() -> str | None:
             return guard.check() or stop_reason(shop.storage, guard.lease.job)
 
+        aside = Aside(shop, guard) if has_killed(guard.lease) else None
         settling = asyncio.create_task(
-            settle(shop.state, shop.storage, guard.lease, stopped_check=stopped), name="settle"
+            settle(shop.state, shop.storage, guard.lease, stopped_check=stopped, elsewhere=aside),
+            name="settle",
         )
         lost = asyncio.create_task(guard.gone.wait())
         try:
@@ -237,6 +287,8 @@ class Leasing:
             log.error("%s of %s failed (%d): %s", lease.task, lease.job, times, error)
         else:
             log.error("%s of %s failed (%d)", lease.task, lease.job, times, exc_info=error)
+        if isinstance(error, DiskFull):
+            self._shop.fitness.doubt(error)
         await self._hand_back(guard)
         weather = isinstance(error, StorageError) and error.transient
         if times >= TELL_AFTER or (isinstance(error, PagemillError) and not weather):

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections import deque
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from pagemill.jobs import tickets
@@ -22,6 +23,7 @@ from pagemill.jobs.settle import settle_job
 from pagemill.jobs.state import State
 from pagemill.jobs.status import WorkerInfo
 from pagemill.jobs.stopping import stop_job
+from pagemill.worker.serving import Serving
 from pagemill.worker.tasks import Leasing
 from pagemill.worker.workshop import Workshop
 
@@ -36,15 +38,19 @@ RATE_WINDOW_S = 5.0
 class Upkeep:
     """Has a connection with little patience of its own: when Redis is away, missing a second is fine."""
 
-    def __init__(self, shop: Workshop, leasing: Leasing, model: str) -> None:
-        self._shop, self._leasing, self._model = shop, leasing, model
+    def __init__(self, shop: Workshop, leasing: Leasing, serving: Serving) -> None:
+        self._shop, self._leasing, self._serving = shop, leasing, serving
         self._state = State(connection(shop.settings.redis_url), patience_s=PATIENCE_S)
         self._began = time.time()
         self._reported: set[str] = set()
         self._away = False
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._rate: deque[tuple[float, float]] = deque()
-        self.phase, self.message = "starting", ""
+        self._hurried = asyncio.Event()
+
+    def hurry(self) -> None:
+        """Say what is new now, not when the second is over."""
+        self._hurried.set()
 
     async def run(self) -> None:
         """Until cancelled. Raises ProtocolMismatch alone: everything else may pass."""
@@ -64,7 +70,9 @@ class Upkeep:
                 self._away = True
             except Exception:
                 log.exception("upkeep failed; it is tried again")
-            await asyncio.sleep(EVERY_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurried.wait(), EVERY_S)
+            self._hurried.clear()
 
     async def say(self) -> None:
         """One heartbeat of the registry. One that had not heard of us is new, or has lost its memory."""
@@ -86,16 +94,20 @@ class Upkeep:
 
     def _info(self) -> WorkerInfo:
         health, engine = self._shop.engine.health(), self._leasing.engine
+        unfit = self._shop.fitness.message
         figures = health.figures
         total = figures.get("blocks_total", 0.0)
-        self._shop.figures.look(health.restarts, health.rows_in_flight, self._leasing.busy, figures)
+        self._shop.figures.look(
+            health.restarts, health.rows_in_flight, health.rows_limit, self._leasing.busy, figures
+        )
         return WorkerInfo(
             worker=self._shop.settings.worker_id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            state=self.phase,
-            message=self.message,
-            models=(self._model,),
+            state="sick" if unfit and self._serving.phase == "ready" else self._serving.phase,
+            message=unfit or self._serving.message,
+            models=self._serving.models,
+            loaded=self._leasing.loaded,
             fingerprint=engine.fingerprint if engine else "",
             context=engine.context if engine else 0,
             device=engine.device if engine else "",
@@ -148,11 +160,12 @@ class Upkeep:
     async def _sweep(self) -> None:
         for job in await self._state.overdue():
             await self._expire(job)
-        waiting = await self._state.runnable(self._model, tickets.SLOTS)
-        if waiting:
-            if not self._leasing.full:
-                self._leasing.wake()
-            await tickets.send(self._state.redis, self._model, waiting, patience_s=PATIENCE_S)
+        for model in self._serving.models:
+            waiting = await self._state.runnable(model, tickets.SLOTS)
+            if waiting:
+                if not self._leasing.full:
+                    self._leasing.wake()
+                await tickets.send(self._state.redis, model, waiting, patience_s=PATIENCE_S)
 
     async def _expire(self, job: str) -> None:
         try:

@@ -18,6 +18,7 @@ from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import State
 from pagemill.jobs.storage import Storage, decide, read_json
 from pagemill.worker.engine_host import EngineHost
+from pagemill.worker.fitness import Fitness
 from pagemill.worker.lease import Guard, Heartbeat, Released
 from pagemill.worker.metrics import Figures
 from pagemill.worker.rescue import Rescue
@@ -45,21 +46,26 @@ class Workshop:
         figures: Figures,
     ) -> None:
         self.settings, self.state, self.storage = settings, state, storage
-        self.engine, self.heartbeat, self.figures = engine, heartbeat, figures
+        self.engine = engine  # another one after each change of models (serving.py)
+        self.heartbeat, self.figures = heartbeat, figures
         self.rows_running: Counter[str] = Counter()  # by job
         self._specs: OrderedDict[str, JobSpec] = OrderedDict()
         self._plans: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._weights: OrderedDict[str, str] = OrderedDict()
-        self.rescue = Rescue(state, storage, settings.model_name, settings.rescue_seconds)
+        self.fitness = Fitness(storage.check)
+        names = [choice.name for choice in settings.choices]
+        self.rescue = Rescue(state, storage, names, settings.rescue_seconds)
 
     async def insist(self, guard: Guard, call: Callable[[], T]) -> T:
         """The result of a blocking storage call, in a thread, tried again while the store refuses.
 
         Raises Released once the lease is lost or the worker leaves; what is under way then ends by itself,
         and writes nothing that counts. What is missing or exists already is an answer, not trouble, and is
-        raised.
+        raised; so is Unfit, when it is this machine's disk that stays full.
         """
         pause, refusals = FIRST_PAUSE_S, 0
+        clock = asyncio.get_running_loop().time
+        began = clock()
         while True:
             guard.check()
             try:
@@ -70,6 +76,7 @@ class Workshop:
                 refusals += 1
                 log.warning("storage, try %d for %s: %s", refusals, guard.lease.job, error)
                 self.figures.storage_refusals.inc()
+                self.fitness.weigh(error, clock() - began)
                 if refusals == TELL_AFTER or (refusals == 1 and not error.transient):
                     await self.tell(guard.lease.job, f"The store refuses: {error}")
                 await self._pause(guard, pause)

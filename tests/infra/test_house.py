@@ -94,3 +94,15 @@ def test_the_project_speaks_of_no_machine_of_its_makers() -> None:
         if path.suffix in {".py", ".md", ".toml", ".sh", ".yaml", ".json", ".lua"} and path != Path(__file__):
             found = pattern.search(path.read_text(errors="replace"))
             assert not found, f"{name} names {found.group(0) if found else ''}"
+
+
+def test_the_map_from_promises_to_tests_names_tests_that_are_there() -> None:
+    text = (ROOT / "tests" / "README.md").read_text()
+    path = ""
+    rooms = "jobs|worker|engine|infra|kernels"
+    for name in re.findall(rf"`((?:{rooms})/(?:\w+/)*test_\w+\.py(?:::\w+)?|::\w+)`", text):
+        here, _, test = name.partition("::")
+        path = here or path
+        file = ROOT / "tests" / path
+        assert file.is_file(), f"tests/README.md names {path}"
+        assert not test or f"def {test}(" in file.read_text(), f"{path} has no {test}"

@@ -29,6 +29,7 @@ async def start_host() -> AsyncIterator[StartHost]:
         size: int = 1 << 20,
         stall_timeout_s: float = 60,
         stall_token_s: float | None = None,
+        quiet_s: float = 300,
         **sim: Any,
     ) -> EngineHost:
         config = HostConfig(
@@ -38,6 +39,7 @@ async def start_host() -> AsyncIterator[StartHost]:
             load_timeout_s=20,
             stall_timeout_s=stall_timeout_s,
             stall_token_s=stall_token_s,
+            quiet_s=quiet_s,
         )
         hosts.append(EngineHost(config))
         await hosts[-1].start()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from worker_place import Place, whole
 
+from pagemill.jobs import settle as settling
 from pagemill.jobs.errors import StorageError
 from pagemill.worker import shard, tasks
 
@@ -34,6 +35,8 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 SEALING: dict[str, Any] = {"seal_rows": 5, "sim_delay_ms": 20, "sim_max_seqs": 5}
 STAGES = [
     (tasks, "settle"),
+    (settling, "make_plan"),
+    (settling, "finalize"),
     (tasks, "run_shard"),
     (shard, "read_commit"),
     (shard, "read_shard"),

@@ -101,7 +101,8 @@ class Place:
     def spawn(self, **more: Any) -> WorkerProcess:
         """A worker in a process of its own, not yet ready."""
         given = self.settings(**more).model_dump(mode="json", exclude={"worker_id"}, exclude_none=True)
-        env = {f"PAGEMILL_{name.upper()}": str(value) for name, value in given.items()}
+        texts = {n: ",".join(v) if isinstance(v, list) else str(v) for n, v in given.items()}
+        env = {f"PAGEMILL_{name.upper()}": text for name, text in texts.items()}
         log = self.folder / f"worker-{len(self.processes)}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
