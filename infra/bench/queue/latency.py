@@ -1,0 +1,1 @@
+def latency_run(store, folder): raise NotImplementedError

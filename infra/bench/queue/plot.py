@@ -1,0 +1,1 @@
+def plot(runs): raise NotImplementedError
