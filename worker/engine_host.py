@@ -18,7 +18,7 @@ from pagemill.jobs.errors import ModelError
 from pagemill.worker.blame import DEATHS_ALONE, Quarantine
 from pagemill.worker.credits import Credits
 from pagemill.worker.engine_process import EngineProcess, Message
-from pagemill.worker.wire import encode
+from pagemill.worker.wire import encode, row_line
 
 log = logging.getLogger("pagemill.engine")
 
@@ -136,16 +136,19 @@ class EngineHost:
     async def submit(
         self,
         rid: str,
-        row: Mapping[str, Any],
+        row: Mapping[str, Any] | bytes,
         sink: Sink,
         *,
         context: int | None = None,
         special: str = "text",
         priority: int = 0,
     ) -> None:
-        """Hand a row down, waiting for a credit. `rid` must be new: it carries the fence of its lease."""
-        message = {"rid": rid, "row": row, "context": context, "special": special, "priority": priority}
-        line = encode(message)
+        """Hand a row down, waiting for a credit. `rid` must be new: it carries the fence of its lease.
+
+        row: as `Row.to_dict` has it, or the JSON text of that.
+        """
+        text = row if isinstance(row, bytes) else encode(dict(row)).rstrip()
+        line = row_line(rid, text, context=context, special=special, priority=priority)
         await self._credits.take(len(line))
         assert rid not in self._rows, f"{rid} is already in the engine"
         self._rows[rid] = _Row(line, sink)

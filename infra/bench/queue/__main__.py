@@ -34,7 +34,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=_numbers, default=[2], help="worker processes; several: K,K,…")
     parser.add_argument("--row-bytes", type=int, default=500, help="bytes of an input line")
     parser.add_argument("--store", choices=("local", "s3"), default="local")
-    parser.add_argument("--scale", action="store_true", help="each of --rows with each of --workers, as a table")
+    parser.add_argument(
+        "--scale", action="store_true", help="each of --rows with each of --workers, as a table"
+    )
     parser.add_argument("--latency", action="store_true", help="how soon work starts, and is taken over")
     parser.add_argument("--folder", type=Path, default=None, help="for everything temporary (1 KB a row)")
     parser.add_argument("--json", type=Path, help="write what was measured here")
@@ -51,7 +53,10 @@ def _numbers(text: str) -> list[int]:
 
 def main() -> int:
     args = arguments()
-    with tempfile.TemporaryDirectory(prefix="pagemill-load-", dir=args.folder) as folder, measure.Watch() as watch:
+    with (
+        tempfile.TemporaryDirectory(prefix="pagemill-load-", dir=args.folder) as folder,
+        measure.Watch() as watch,
+    ):
         if args.latency:
             runs: list[dict[str, Any]] = [latency_run(args.store, Path(folder) / "latency")]
         else:

@@ -1,1 +1,2 @@
-def latency_run(store, folder): raise NotImplementedError
+def latency_run(store, folder):
+    raise NotImplementedError

@@ -1,1 +1,2 @@
-def plot(runs): raise NotImplementedError
+def plot(runs):
+    raise NotImplementedError

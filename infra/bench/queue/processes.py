@@ -12,7 +12,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process, also of those that have ended; 0.0 once it is gone."""
+    """User and system time of a process, its ended threads included; 0.0 once it is gone."""
     try:
         return _times(Path(f"/proc/{pid}/stat"))
     except OSError:

@@ -1,4 +1,4 @@
-"""Input files of any length for load runs: rows of about one size, no two alike, the same bytes every time."""
+"""Input files of any length for load runs: rows of about one size, no two alike, the same every time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,38 @@ from pathlib import Path
 
 BLOCK = 1000
 SENTENCES = 512
-WORDS = (
-    "river stone market letter winter garden engine number window silver bridge simple answer because before "
-    "morning paper island carry travel common quiet narrow reason second beside measure gather follow among"
-).split()
+WORDS = [
+    "river",
+    "stone",
+    "market",
+    "letter",
+    "winter",
+    "garden",
+    "engine",
+    "number",
+    "window",
+    "silver",
+    "bridge",
+    "simple",
+    "answer",
+    "because",
+    "before",
+    "morning",
+    "paper",
+    "island",
+    "carry",
+    "travel",
+    "common",
+    "quiet",
+    "narrow",
+    "reason",
+    "second",
+    "beside",
+    "measure",
+    "gather",
+    "follow",
+    "among",
+]
 
 
 def write_rows(path: Path, rows: int, row_bytes: int = 500) -> int:

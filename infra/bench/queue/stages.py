@@ -23,7 +23,7 @@ from typing import Any
 
 from processes import peak_mb
 
-STAGES = {"read": "read_shard", "seal": "write_segment", "commit": "commit_shard"}
+STAGES = {"read": "read_texts", "seal": "write_segment", "commit": "commit_shard"}
 """Stages of a shard, and the function of worker/shard.py that does each in a thread of its own."""
 
 
