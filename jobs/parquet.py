@@ -11,7 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
@@ -74,7 +74,7 @@ class PartStats:
 
     def part(self, key: str, shard: int) -> dict[str, Any]:
         """The "part dict" of plans, commit records and manifests."""
-        return {"key": key, "shard": shard, **asdict(self)}
+        return {"key": key, "shard": shard, **{name: getattr(self, name) for name in self.__slots__}}
 
 
 def write_rows(path: Path, rows: Iterable[ResultRow]) -> PartStats:
@@ -288,9 +288,12 @@ def batches_of(rows: Iterable[ResultRow]) -> Iterator[pa.RecordBatch]:
 
 
 def _weight(row: ResultRow) -> int:
-    texts = (row.text, row.logprobs, row.error_message, row.metadata)
-    more = sum(len(str(value)) for choice in row.choices or () for value in choice.values())
-    return more + sum(len(text) for text in texts if text is not None)
+    """Characters of what can be long. Asked of every row, so without generators."""
+    size = len(row.text or "") + len(row.logprobs or "")
+    size += len(row.error_message or "") + len(row.metadata or "")
+    if row.choices is not None:
+        size += sum(len(str(value)) for choice in row.choices for value in choice.values())
+    return size
 
 
 def batch_of(rows: list[ResultRow]) -> pa.RecordBatch:
