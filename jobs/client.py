@@ -358,9 +358,9 @@ class Client:
         """Make a job of those rows of an ended one that failed and may succeed, with their ids and seeds.
 
         codes: which error codes to retry; by default rows that were not run (`batch_cancelled`,
-        `batch_expired`, `job_failed`) and `engine_error`. The new job's job.json names the old one
-        (`retry_of`); the rest of its terms are the old one's. Raises JobNotFound, JobConflict while the job
-        has not ended, and UsageError when it has no such rows.
+        `batch_expired`, `job_failed`), `result_lost` and `engine_error`. The new job's job.json names the old
+        one (`retry_of`); the rest of its terms are the old one's. Raises JobNotFound, JobConflict while the
+        job has not ended, and UsageError when it has no such rows.
         """
         from pagemill.jobs import retry
 

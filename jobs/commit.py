@@ -45,6 +45,10 @@ UPLOADS: Final = 3
 """How often a part is sent that comes back as something else, before the store is called broken."""
 
 
+class PartDamaged(StorageError):
+    """A part is missing, or is not what was written."""
+
+
 class RowsDoNotMatch(PagemillError):
     """What should be committed is not exactly the rows of the shard; an error of ours or a lost segment.
 
@@ -141,7 +145,7 @@ def commit_shard(
     if found is not None:
         return found
     try:
-        part = _make_part(storage, job, shard, fence, segments, rows, expected_row_indexes)
+        part = make_part(storage, job, shard, fence, segments, rows, expected_row_indexes)
     except (StorageError, RowsDoNotMatch):
         # Where somebody else committed meanwhile and the job ended, our segments or our part were swept.
         found = read_commit(storage, job, shard)
@@ -166,7 +170,7 @@ def list_commits(storage: Storage, job: str) -> dict[int, dict[str, Any]]:
 
 
 def check_part(storage: Storage, part: dict[str, Any]) -> None:
-    """Reads a part back. Raises StorageError where it is not what the part dict says."""
+    """Reads a part back. Raises PartDamaged where it is not what the part dict says."""
     digest, size = hashlib.sha256(), 0
     try:
         with storage.open(part["key"]) as stream:
@@ -174,14 +178,14 @@ def check_part(storage: Storage, part: dict[str, Any]) -> None:
                 digest.update(piece)
                 size += len(piece)
     except ObjectNotFound:
-        raise StorageError(f"The part {part['key']} is missing from {storage.url}.") from None
+        raise PartDamaged(f"The part {part['key']} is missing from {storage.url}.") from None
     if size != part["bytes"] or digest.hexdigest() != part["sha256"]:
-        raise StorageError(
+        raise PartDamaged(
             f"The part {part['key']} in {storage.url} is damaged: it is not what was written there."
         )
 
 
-def _make_part(
+def make_part(
     storage: Storage,
     job: str,
     shard: int,
@@ -190,6 +194,7 @@ def _make_part(
     rows: Iterable[ResultRow],
     expected: set[int],
 ) -> dict[str, Any]:
+    """Merges and puts a part, and reads it back; it counts for nothing until something names it."""
     with _scratch() as folder, ExitStack() as stack:
         path = folder / "part.parquet"
         runs = _runs(stack, storage, segments, rows, fence)

@@ -2,6 +2,7 @@
 
     python infra/bench/queue --rows 1000000 --workers 2 [--store local|s3] [--json FILE]
     python infra/bench/queue --scale 50000,100000,200000 --workers 1,2 --plot FILE.svg
+    python infra/bench/queue --plan --rows 10000000 --row-bytes 100
     python infra/bench/queue --latency
 
 A folder and no file: a module queue.py beside the other scripts would be theirs as Python's own `queue`.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]  # measure.py, servers.py
 
 import measure  # noqa: E402
 from latency import latency_run  # noqa: E402
+from planning import plan_run  # noqa: E402
 from plot import plot  # noqa: E402
 from run import WORK, load_run  # noqa: E402
 
@@ -37,6 +38,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--scale", action="store_true", help="each of --rows with each of --workers, as a table"
     )
+    parser.add_argument("--plan", action="store_true", help="submit and plan --rows, and run none of them")
     parser.add_argument("--latency", action="store_true", help="how soon work starts, and is taken over")
     parser.add_argument("--folder", type=Path, default=None, help="for everything temporary (1 KB a row)")
     parser.add_argument("--json", type=Path, help="write what was measured here")
@@ -59,6 +61,10 @@ def main() -> int:
     ):
         if args.latency:
             runs: list[dict[str, Any]] = [latency_run(args.store, Path(folder) / "latency")]
+        elif args.plan:
+            runs = [
+                plan_run(rows, args.store, Path(folder) / str(rows), args.row_bytes) for rows in args.rows
+            ]
         else:
             runs = [
                 load_run(rows, workers, args.store, Path(folder) / f"{rows}-{workers}", args.row_bytes)
@@ -66,7 +72,7 @@ def main() -> int:
             ]
     print(table(runs) if args.scale else "\n".join(json.dumps(run, indent=2) for run in runs))
     document = {
-        "command": shlex.join(["python", "infra/bench/queue", *sys.argv[1:]]),
+        "command": measure.command_line(["python", "infra/bench/queue", *sys.argv[1:]]),
         "machine": measure.machine(),
         "other_cores": watch.other_cores,
         "runs": runs,

@@ -2,63 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 BLOCK = 1000
-SENTENCES = 512
-WORDS = [
-    "river",
-    "stone",
-    "market",
-    "letter",
-    "winter",
-    "garden",
-    "engine",
-    "number",
-    "window",
-    "silver",
-    "bridge",
-    "simple",
-    "answer",
-    "because",
-    "before",
-    "morning",
-    "paper",
-    "island",
-    "carry",
-    "travel",
-    "common",
-    "quiet",
-    "narrow",
-    "reason",
-    "second",
-    "beside",
-    "measure",
-    "gather",
-    "follow",
-    "among",
-]
+FIRSTS, SECONDS = 1009, 1013  # primes: a million rows pass before two halves meet again
+WORDS = (
+    "river", "stone", "market", "letter", "winter", "garden", "engine", "number", "window", "silver",
+    "bridge", "simple", "answer", "because", "before", "morning", "paper", "island", "carry", "travel",
+    "common", "quiet", "narrow", "reason", "second", "beside", "measure", "gather", "follow", "among",
+)  # fmt: skip
 
 
 def write_rows(path: Path, rows: int, row_bytes: int = 500) -> int:
     """Writes `rows` lines of about `row_bytes` each, an id and a prompt in it; returns the file's size.
 
-    The prompts are made of a few hundred sentences, so that they compress about as prose does.
+    A prompt is its number and two of a thousand halves, which compress about as prose does.
     """
     chance = random.Random(7)
-    sentences = [" ".join(chance.choices(WORDS, k=10)) + ". " for _ in range(SENTENCES)]
+    room = max(0, row_bytes - len(_line(10**7, "")))
+    halves = [
+        [_prose(chance, size) for _ in range(count)]
+        for count, size in ((FIRSTS, room // 2), (SECONDS, room - room // 2))
+    ]
     with path.open("wb") as file:
         for start in range(0, rows, BLOCK):
-            lines = (_line(chance, sentences, n, row_bytes) for n in range(start, min(rows, start + BLOCK)))
-            file.write("".join(lines).encode())
+            numbers = range(start, min(rows, start + BLOCK))
+            text = "".join(_line(n, halves[0][n % FIRSTS] + halves[1][n % SECONDS]) for n in numbers)
+            file.write(text.encode())
         return file.tell()
 
 
-def _line(chance: random.Random, sentences: list[str], number: int, row_bytes: int) -> str:
-    frame = json.dumps({"custom_id": f"r{number}", "prompt": "", "max_tokens": 128})
-    room = max(1, row_bytes - len(frame) - 1)
-    text = "".join(chance.choices(sentences, k=1 + room // 60)) if room > 20 else ""
-    prompt = f"{number} {text}"[:room].rstrip()
-    return frame.replace('"prompt": ""', f'"prompt": "{prompt}"') + "\n"
+def _line(number: int, text: str) -> str:
+    return f'{{"custom_id":"r{number}","prompt":"{number} {text}","max_tokens":128}}\n'
+
+
+def _prose(chance: random.Random, size: int) -> str:
+    return " ".join(chance.choices(WORDS, k=1 + size // 5))[:size]
