@@ -82,18 +82,16 @@ def test_rows_of_any_size_are_accepted(parts: dict[str, ModuleType], tmp_path: P
 
 def test_a_process_is_seen_to_compute_and_to_hold_memory(parts: dict[str, ModuleType]) -> None:
     words = "x = b'1' * 50_000_000\nfor _ in range(3_000_000): pass\nprint(len(x), flush=True)\ninput()"
-    child = subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
+    seen = parts["processes"]
+    command = [sys.executable, "-c", words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline()
-        seen = parts["processes"]
         assert seen.cpu_seconds(child.pid) > 0
         assert seen.main_thread_seconds(child.pid) > 0
         assert 50 < seen.peak_mb(child.pid) < 500
         assert child.pid in seen.children(os.getpid())
-    finally:
         child.kill()
-        child.wait()
     assert seen.cpu_seconds(child.pid) == seen.peak_mb(child.pid) == 0.0
 
 
