@@ -6,7 +6,7 @@
     decide   plan.json, put-if-absent: until then nothing of this is a plan, and a planner that is killed
              or comes second leaves only objects under its own fence that no plan names
 
-Memory is bounded by constants and one bit a row (ten million rows: some 200 MB in all, the rest is in
+Memory is bounded by constants and one bit a row (ten million rows: some 240 MB in all, the rest is in
 compressed scratch files). The same input gives the same shards, whoever plans. This room may not know
 Redis or leases: whoever calls holds the lease and passes its fence.
 """
