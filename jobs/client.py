@@ -243,13 +243,20 @@ class Client:
         return [restored.job for restored in found if restored.rebuilt]
 
     async def status(self, job: AnyJob) -> JobStatus:
-        """The job as it is now. A job that ended long ago is read from its manifest.
+        """The job as it is now. One that Redis has forgotten is read from its objects: what is committed,
+        or how it ended.
 
         Raises JobNotFound.
         """
-        name = _id(job)
+        return (await self._look(_id(job)))[0]
+
+    async def _look(self, name: str) -> tuple[JobStatus, bool]:
+        """The status, and whether Redis has lost the job: its objects may be behind what was shown before."""
         known = await (await self.state()).status(name)
-        return known if known is not None else await asyncio.to_thread(remembered, self.storage, name)
+        if known is not None:
+            return known, False
+        found = await asyncio.to_thread(remembered, self.storage, name)
+        return found, not found.terminal
 
     async def watch(
         self, job: AnyJob, *, poll: float = POLL_S, patience: float = 60.0
@@ -268,8 +275,10 @@ class Client:
                 state = await self.state()
                 events = await state.events(name, read, block_ms=max(1, int(poll * 1000)))
                 read = events[-1].id if events else read
-                status = await self.status(name)
-                lost_since = None
+                seen, lost = await self._look(name)
+                if lost:
+                    raise JobNotFound(seen.blocked_reason)
+                status, lost_since = seen, None
             except (RedisUnavailable, JobNotFound):
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > patience:
@@ -323,9 +332,11 @@ class Client:
 
         name = _id(job)
         state = await self.state()
-        status = await self.status(name)
+        status, lost = await self._look(name)
         if status.terminal:
             return CancelOutcome(status.state, status.state == "cancelled")
+        if lost:
+            await self.recover(name)
         outcome = await stop_job(state, self.storage, name, "cancelled")
         if not await self._served(status.model):
             await settle_job(state, self.storage, name, status.model)
@@ -358,9 +369,9 @@ class Client:
         """Make a job of those rows of an ended one that failed and may succeed, with their ids and seeds.
 
         codes: which error codes to retry; by default rows that were not run (`batch_cancelled`,
-        `batch_expired`, `job_failed`) and `engine_error`. The new job's job.json names the old one
-        (`retry_of`); the rest of its terms are the old one's. Raises JobNotFound, JobConflict while the job
-        has not ended, and UsageError when it has no such rows.
+        `batch_expired`, `job_failed`), `result_lost` and `engine_error`. The new job's job.json names the old
+        one (`retry_of`); the rest of its terms are the old one's. Raises JobNotFound, JobConflict while the
+        job has not ended, and UsageError when it has no such rows.
         """
         from pagemill.jobs import retry
 

@@ -45,7 +45,7 @@ def retry_failed(
         typer.Option(
             metavar="CODE",
             help="Only rows with this error code, may be repeated; by default those that were not run, and "
-            "engine_error.",
+            "result_lost and engine_error.",
         ),
     ] = None,
     job_id: Annotated[

@@ -14,10 +14,11 @@ import hashlib
 import logging
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from pagemill.jobs.merge import Source, merge
 from pagemill.jobs.parquet import (
     PartStats,
     ResultRow,
+    batches_of,
     read_batches,
     stats_of,
     write_batches,
@@ -41,6 +43,10 @@ log = logging.getLogger(__name__)
 DIGEST_CHARS: Final = 16
 UPLOADS: Final = 3
 """How often a part is sent that comes back as something else, before the store is called broken."""
+
+
+class PartDamaged(StorageError):
+    """A part is missing, or is not what was written."""
 
 
 class RowsDoNotMatch(PagemillError):
@@ -139,7 +145,7 @@ def commit_shard(
     if found is not None:
         return found
     try:
-        part = _make_part(storage, job, shard, fence, segments, rows, expected_row_indexes)
+        part = make_part(storage, job, shard, fence, segments, rows, expected_row_indexes)
     except (StorageError, RowsDoNotMatch):
         # Where somebody else committed meanwhile and the job ended, our segments or our part were swept.
         found = read_commit(storage, job, shard)
@@ -164,7 +170,7 @@ def list_commits(storage: Storage, job: str) -> dict[int, dict[str, Any]]:
 
 
 def check_part(storage: Storage, part: dict[str, Any]) -> None:
-    """Reads a part back. Raises StorageError where it is not what the part dict says."""
+    """Reads a part back. Raises PartDamaged where it is not what the part dict says."""
     digest, size = hashlib.sha256(), 0
     try:
         with storage.open(part["key"]) as stream:
@@ -172,14 +178,14 @@ def check_part(storage: Storage, part: dict[str, Any]) -> None:
                 digest.update(piece)
                 size += len(piece)
     except ObjectNotFound:
-        raise StorageError(f"The part {part['key']} is missing from {storage.url}.") from None
+        raise PartDamaged(f"The part {part['key']} is missing from {storage.url}.") from None
     if size != part["bytes"] or digest.hexdigest() != part["sha256"]:
-        raise StorageError(
+        raise PartDamaged(
             f"The part {part['key']} in {storage.url} is damaged: it is not what was written there."
         )
 
 
-def _make_part(
+def make_part(
     storage: Storage,
     job: str,
     shard: int,
@@ -188,9 +194,10 @@ def _make_part(
     rows: Iterable[ResultRow],
     expected: set[int],
 ) -> dict[str, Any]:
+    """Merges and puts a part, and reads it back; it counts for nothing until something names it."""
     with _scratch() as folder, ExitStack() as stack:
         path = folder / "part.parquet"
-        runs = _runs(stack, storage, segments, _written(folder, rows), fence)
+        runs = _runs(stack, storage, segments, rows, fence)
         stats = _merge_runs(path, runs, job, shard, expected)
         part = stats.part(layout.part(job, shard, fence, stats.sha256[:DIGEST_CHARS]), shard)
         _publish(storage, part, path)
@@ -212,62 +219,77 @@ def _publish(storage: Storage, part: dict[str, Any], path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A file of sorted rows that competes for them; the highest rank wins a row."""
+    """Sorted rows that compete for a place in the part; the highest rank wins a row.
+
+    read: all of them, or only some columns.
+    """
 
     rank: tuple[tuple[int, ...], int]
-    path: Path
-    name: str
-
-
-def _written(folder: Path, rows: Iterable[ResultRow]) -> Path:
-    path = folder / "rows.parquet"
-    write_rows(path, sorted(rows, key=_row_index))
-    return path
+    read: Callable[[list[str] | None], Iterator[pa.RecordBatch]]
 
 
 def _runs(
-    stack: ExitStack, storage: Storage, segments: Iterable[dict[str, Any]], unsealed: Path, fence: str
+    stack: ExitStack,
+    storage: Storage,
+    segments: Iterable[dict[str, Any]],
+    unsealed: Iterable[ResultRow],
+    fence: str,
 ) -> list[_Run]:
     segments = list(segments)
     newest = max((int(segment["seq"]) for segment in segments), default=0) + 1
-    runs = [_Run((layout.fence_order(fence), newest), unsealed, "unsealed rows")]
+    # Fewer than make a segment, or rows without text: they stay in memory.
+    batches = list(batches_of(sorted(unsealed, key=_row_index)))
+    runs = [_Run((layout.fence_order(fence), newest), lambda columns: _selected(batches, columns))]
     for segment in segments:
         path = _fetched(stack, storage, segment)
         if path is not None:
             rank = layout.fence_order(segment["fence"]), int(segment["seq"])
-            runs.append(_Run(rank, path, segment["key"]))
+            runs.append(_Run(rank, partial(_read_columns, path, segment["key"])))
     return sorted(runs, key=lambda run: run.rank)
+
+
+def _selected(batches: Iterable[pa.RecordBatch], columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+    return (batch if columns is None else batch.select(columns) for batch in batches)
+
+
+def _read_columns(path: Path, name: str, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+    return read_batches(path, columns=columns, name=name)
 
 
 def _merge_runs(path: Path, runs: list[_Run], job: str, shard: int, expected: set[int]) -> PartStats:
     winner: dict[int, int] = {}
     bounds: list[tuple[int, int]] = []
+    entered = 0
     for number, run in enumerate(runs):
         first = last = -1
-        for batch in read_batches(run.path, columns=["row_index"], name=run.name):
+        for batch in run.read(["row_index"]):
             indexes = batch.column("row_index").to_pylist()
             winner.update(dict.fromkeys(indexes, number))  # runs ascend by rank: the last one stays
             first = indexes[0] if first < 0 else first
             last = indexes[-1]
+            entered += len(indexes)
         bounds.append((first, last))
     if winner.keys() != expected:
         raise RowsDoNotMatch(job, shard, expected - winner.keys(), winner.keys() - expected)
     sources = [
-        Source(*bound, _won(run, number, winner))
+        Source(*bound, _won(run, number, winner if entered > len(winner) else None))
         for number, (run, bound) in enumerate(zip(runs, bounds, strict=True))
     ]
     return write_batches(path, merge(sources))
 
 
-def _won(run: _Run, number: int, winner: dict[int, int]) -> Any:
-    """Opens a run as only those of its rows that count."""
+def _won(run: _Run, number: int, winner: dict[int, int] | None) -> Any:
+    """Opens a run as only those of its rows that count; winner is None where no row came twice."""
 
     @contextmanager
     def opened() -> Iterator[Iterator[pa.RecordBatch]]:
-        yield (
-            batch.filter(pa.array([winner[i] == number for i in batch.column("row_index").to_pylist()]))
-            for batch in read_batches(run.path, name=run.name)
-        )
+        batches = run.read(None)
+        if winner is not None:
+            batches = (
+                batch.filter(pa.array([winner[i] == number for i in batch.column("row_index").to_pylist()]))
+                for batch in batches
+            )
+        yield batches
 
     return opened
 

@@ -33,6 +33,7 @@ RUN_CODES: Final = frozenset(
         "batch_cancelled",
         "batch_expired",
         "job_failed",
+        "result_lost",
     }
 )
 ROW_CODES: Final = TEXT_CODES | RUN_CODES

@@ -16,7 +16,15 @@ from contextlib import suppress
 from typing import Any, Final
 
 from pagemill.jobs import layout
-from pagemill.jobs.commit import check_part, commit_shard, list_commits, list_segments, read_sealed
+from pagemill.jobs.commit import (
+    PartDamaged,
+    check_part,
+    commit_shard,
+    list_commits,
+    list_segments,
+    make_part,
+    read_sealed,
+)
 from pagemill.jobs.errors import PreconditionFailed, StorageError
 from pagemill.jobs.parquet import ResultRow
 from pagemill.jobs.plan import read_shard
@@ -27,6 +35,13 @@ from pagemill.jobs.storage import Storage, decide, read_json
 log = logging.getLogger(__name__)
 
 VERSION: Final = 1
+LOST: Final = (
+    "result_lost",
+    "The store damaged this row's result after it was committed: `pagemill retry-failed` runs it again.",
+)
+LOOK_AGAIN_S: Final = (0.2, 0.5, 1.0, 2.0, 4.0)
+"""Pauses after which a part that came back wrong is read again: what a network garbles, it seldom garbles
+six times."""
 STOPPED: Final = {
     "cancelled": ("batch_cancelled", "The job was cancelled before this row was run."),
     "expired": ("batch_expired", "The job's deadline passed before this row was run."),
@@ -48,19 +63,24 @@ def finalize(
     """Decides the manifest of a job whose shards are all committed; the manifest that counts.
 
     stop: stop.json, where somebody stopped the job; shards without a commit record then get one, of their
-    sealed rows and error rows. gave_up: error_code and error_message of a job whose ending kills its process:
-    it fails, with the parts that were committed (and checked then), and without a look into any file. Raises
-    StorageError when a part is missing or damaged, or the store refuses.
+    sealed rows and error rows. A part of a shard that the store has damaged or lost does not keep its job
+    from ending: another takes its place, of what is sealed still and of error rows (`result_lost`), and the
+    damaged one is left where it is and named in the manifest. gave_up: error_code and error_message of a job
+    whose ending kills its process: it fails, with the parts that were committed (and checked then), and
+    without a look into any file. Raises StorageError when the store refuses, or when what is damaged cannot
+    be replaced.
     """
     found = read_json(storage, layout.manifest(spec.job))
     if found is None:
-        reason = "failed" if gave_up else _reason(plan, stop)
+        reason = _reason(plan, stop)
         records = _all_commits(storage, spec, plan, reason, segments=[] if gave_up else None)
         parts = [*plan.get("error_parts", ()), *(records[number]["part"] for number in sorted(records))]
+        damaged: list[str] = []
         if not gave_up:
-            _check_parts(storage, parts)
+            parts, damaged = _sound_parts(storage, spec, plan, parts)
         weights = read_json(storage, layout.model(spec.job)) or plan
         manifest = _manifest(spec, plan, gave_up or stop, reason, parts, weights.get("fingerprint") or "")
+        manifest["damaged"] = damaged
         found, _ = decide(storage, layout.manifest(spec.job), manifest)
     with suppress(PreconditionFailed):
         storage.put(layout.success(spec.job), b"", if_absent=True)
@@ -82,6 +102,7 @@ def sweep(storage: Storage, job: str) -> None:
         return
     plan = read_json(storage, layout.plan(job)) or {}
     kept = {part["key"] for part in manifest["parts"]} | {entry["key"] for entry in plan.get("shards", ())}
+    kept.update(manifest.get("damaged", ()))  # somebody may still get something out of them
     for prefix in (layout.work(job), layout.parts(job), layout.shards(job)):
         storage.delete(info.key for info in storage.list(prefix) if info.key not in kept)
     storage.delete([layout.hint(manifest["model"], job)])
@@ -154,10 +175,58 @@ def _all_commits(
     return {number: records[number] for number in entries}
 
 
-def _check_parts(storage: Storage, parts: list[dict[str, Any]]) -> None:
+def _sound_parts(
+    storage: Storage, spec: JobSpec, plan: dict[str, Any], parts: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Parts that are what they should be, and the keys of those among the given ones that were not."""
     with ThreadPoolExecutor(4, thread_name_prefix="pagemill-check") as pool:
-        for _ in pool.map(lambda part: check_part(storage, part), parts):
-            pass
+        sound = list(pool.map(lambda part: _is_sound(storage, part), parts))
+    entries = {entry["shard"]: entry for entry in plan.get("shards", ())}
+    found = [
+        part if good else _replaced(storage, spec, entries, part)
+        for part, good in zip(parts, sound, strict=True)
+    ]
+    return found, [part["key"] for part, good in zip(parts, sound, strict=True) if not good]
+
+
+def _is_sound(storage: Storage, part: dict[str, Any]) -> bool:
+    for pause in LOOK_AGAIN_S:
+        with suppress(PartDamaged):
+            check_part(storage, part)
+            return True
+        time.sleep(pause)
+    try:
+        check_part(storage, part)
+    except PartDamaged as error:
+        log.error("%s", error)
+        return False
+    return True
+
+
+def _replaced(
+    storage: Storage, spec: JobSpec, entries: dict[int, dict[str, Any]], part: dict[str, Any]
+) -> dict[str, Any]:
+    """A part for one that the store damaged: what is sealed of its shard, and the rest as error rows."""
+    entry = entries.get(part["shard"])
+    if entry is None:
+        raise StorageError(
+            f"The part {part['key']} in {storage.url} is damaged and holds bad lines, which are kept nowhere"
+            " else: put a copy of it back, or delete the job and submit its input again."
+        )
+    rows = {row.row_index: row for row in read_shard(storage, entry)}
+    sealed = read_sealed(storage, list_segments(storage, spec.job, part["shard"]))
+    lost = [row for row_index, row in rows.items() if row_index not in sealed.row_indexes]
+    made = make_part(
+        storage,
+        spec.job,
+        part["shard"],
+        FENCE,
+        sealed.segments,
+        (ResultRow.error_row(row, *LOST, model=spec.model) for row in lost),
+        set(rows),
+    )
+    log.warning("%s takes the place of %s: %d of its rows are lost", made["key"], part["key"], len(lost))
+    return made
 
 
 def _manifest(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -29,6 +30,7 @@ __all__ = [
     "PartStats",
     "ResultRow",
     "batch_of",
+    "batches_of",
     "read_batches",
     "read_rows",
     "rows_of",
@@ -47,6 +49,7 @@ BATCH_BYTES: Final = 1 << 20
 # Few distinct values: a dictionary pays. Texts differ, and a dictionary of them only costs memory.
 _DICTIONARY = ["status", "kind", "finish_reason", "error_code", "model", "requested_model"]
 _STATISTICS = ["row_index", "status", "error_code"]
+_VALUES = attrgetter(*SCHEMA.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ class PartStats:
 
     def part(self, key: str, shard: int) -> dict[str, Any]:
         """The "part dict" of plans, commit records and manifests."""
-        return {"key": key, "shard": shard, **asdict(self)}
+        return {"key": key, "shard": shard, **{name: getattr(self, name) for name in self.__slots__}}
 
 
 def write_rows(path: Path, rows: Iterable[ResultRow]) -> PartStats:
@@ -79,7 +82,7 @@ def write_rows(path: Path, rows: Iterable[ResultRow]) -> PartStats:
 
     Raises ValueError for rows out of order, and StorageError (DiskFull) where the disk refuses.
     """
-    return write_batches(path, _batches(rows))
+    return write_batches(path, batches_of(rows))
 
 
 def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> PartStats:
@@ -270,8 +273,8 @@ class _Count:
         )
 
 
-def _batches(rows: Iterable[ResultRow]) -> Iterator[pa.RecordBatch]:
-    """Rows as batches of bounded size."""
+def batches_of(rows: Iterable[ResultRow]) -> Iterator[pa.RecordBatch]:
+    """Rows as batches of SCHEMA, of bounded size."""
     held: list[ResultRow] = []
     held_bytes = 0
     for row in rows:
@@ -285,18 +288,22 @@ def _batches(rows: Iterable[ResultRow]) -> Iterator[pa.RecordBatch]:
 
 
 def _weight(row: ResultRow) -> int:
-    texts = (row.text, row.logprobs, row.error_message, row.metadata)
-    more = sum(len(str(value)) for choice in row.choices or () for value in choice.values())
-    return more + sum(len(text) for text in texts if text is not None)
+    """Characters of what can be long. Asked of every row, so without generators."""
+    size = len(row.text or "") + len(row.logprobs or "")
+    size += len(row.error_message or "") + len(row.metadata or "")
+    if row.choices is not None:
+        size += sum(len(str(value)) for choice in row.choices for value in choice.values())
+    return size
 
 
 def batch_of(rows: list[ResultRow]) -> pa.RecordBatch:
     """Rows as one batch of SCHEMA."""
-    columns = [_column([getattr(row, f.name) for row in rows], f.type) for f in SCHEMA]
+    values = zip(*map(_VALUES, rows), strict=True)
+    columns = [_column(column, f.type) for column, f in zip(values, SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:

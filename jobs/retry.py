@@ -20,7 +20,7 @@ from pagemill.jobs.row import Row
 from pagemill.jobs.storage import Storage, read_json
 from pagemill.jobs.submission import read_spec
 
-WORTH_IT: Final = frozenset({"batch_cancelled", "batch_expired", "job_failed", "engine_error"})
+WORTH_IT: Final = frozenset({"batch_cancelled", "batch_expired", "job_failed", "engine_error", "result_lost"})
 """Codes of rows that were not run, or failed for no reason of their own."""
 CHOOSABLE: Final = WORTH_IT | {"prompt_too_long", "template_error", "numeric_error", "poison_row"}
 """The others fail again with the same model on the same kind of machine, but who asks may know better."""

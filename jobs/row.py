@@ -90,7 +90,8 @@ class Row:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Row:
-        return cls.from_dict(json.loads(text))
+        # Bytes would be searched for their encoding first.
+        return cls.from_dict(json.loads(text.decode() if isinstance(text, bytes) else text))
 
 
 def row_seed(job_seed: int, row_index: int) -> int:

@@ -83,6 +83,14 @@ def explain(error: ClientError | BotoCoreError, action: str, place: Place) -> St
     return _of_client(error, action, place)
 
 
+def no_s3(action: str, answer: str, place: Place) -> StorageError:
+    """What answers there is something else. answer: for people, as in "status 405"."""
+    return StorageError(
+        f"Could not {action} in {place.url}: {place.server} gave {answer}, as no S3 server does: check that"
+        " PAGEMILL_S3_ENDPOINT is the address and port of one."
+    )
+
+
 def _the(place: Place) -> str:
     """The server at the start of a sentence."""
     return place.server[0].upper() + place.server[1:]
@@ -98,6 +106,9 @@ def _of_answer(code: str, status: int, region: str, action: str, place: Place) -
         )
     if code == "NoSuchUpload":
         return UploadLost(f"{could_not}: the server dropped the upload; try again.", transient=True)
+    # An S3 server puts a code into what it refuses; a HEAD, which has no body, is given its status as one.
+    if (not code or code == str(status)) and action.startswith("write") and status in (400, 404, 405):
+        return no_s3(action, f"status {status} and no code", place)
     if code in ("NoSuchKey", "404") or status == 404:
         return ObjectNotFound(f"{could_not}: there is no such object.")
     if code in _WRONG_KEYS:
@@ -160,7 +171,11 @@ def _of_client(error: BotoCoreError, action: str, place: Place) -> StorageError:
         )
     if not isinstance(error, (HTTPClientError, FlexibleChecksumError, IncompleteReadError)):
         return StorageError(f"Could not {action} in {place.url}: boto3 failed with {type(error).__name__}.")
-    what = "arrived damaged" if isinstance(error, FlexibleChecksumError) else "broke off"
+    what = (
+        "arrived damaged"
+        if isinstance(error, FlexibleChecksumError)
+        else "broke off; where it always does, no S3 server listens there: check PAGEMILL_S3_ENDPOINT"
+    )
     return StorageError(
         f"Could not {action} in {place.url}: the exchange with {place.server} {what}.", transient=True
     )

@@ -23,11 +23,12 @@ from botocore.loaders import Loader, create_loader
 
 from pagemill.jobs.errors import StorageError
 from pagemill.jobs.storage import Checksums, StorageOptions
-from pagemill.jobs.storage_s3_faults import Place, Unreachable, UploadLost, explain
+from pagemill.jobs.storage_s3_faults import Place, Unreachable, UploadLost, explain, no_s3
 
 RETRY_DELAYS: Final = (0.1, 0.3, 0.8, 1.5, 3.0, 5.0, 8.0)
 """About twenty seconds in all; a store that is away for longer blocks the job and does not end it."""
-CHECK_DELAYS: Final = (0.2, 0.5)
+CHECK_TRIES: Final = 3
+_TAGGED: Final = {"put_object", "get_object", "head_object", "upload_part", "complete_multipart_upload"}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 
 
@@ -58,7 +59,7 @@ class Requests:
     def hurried(self) -> Self:
         """The same with little patience, for when a person waits."""
         other = copy.copy(self)
-        other.delays = min(CHECK_DELAYS, self.delays)
+        other.delays = self.delays[: CHECK_TRIES - 1]
         return other
 
     def once(
@@ -77,6 +78,8 @@ class Requests:
             raise explain(error, action, self.place) from error
         except BotoCoreError as error:
             raise explain(error, action, self.place) from error
+        if operation in _TAGGED and "ETag" not in answer:
+            raise no_s3(action, "an answer without an ETag", self.place)
         self._answered = True
         return answer
 

@@ -14,7 +14,6 @@ starts it again and knows from the board which rows were in that step. Started b
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -30,7 +29,7 @@ from typing import Any, Protocol
 
 from pagemill.worker.engine_process import OUT_OF_MEMORY
 from pagemill.worker.models import resolve_model
-from pagemill.worker.wire import Board, Lines, encode
+from pagemill.worker.wire import Board, Lines, decode, encode
 
 Message = dict[str, Any]
 BEAT_S = 0.5
@@ -95,14 +94,13 @@ class Child:
             if not chunk:
                 quit_now(0)
             for line in self._control_lines.feed(chunk):
-                first: Message = json.loads(line)
-                return first
+                return decode(line)
 
     def _obey(self) -> None:
         """The control channel; its end is the worker's end, and this process has no reason left to live."""
         while chunk := _received(self._control):
             for line in self._control_lines.feed(chunk):
-                message = json.loads(line)
+                message = decode(line)
                 if message["op"] == "abort":
                     self._abort(message["rids"])
                 elif message["op"] == "shutdown":
@@ -134,7 +132,7 @@ class Child:
         while chunk := _received(self._data):
             arrived = time.monotonic()
             for line in lines.feed(chunk):
-                message = json.loads(line)
+                message = decode(line)
                 if self._admit(message["rid"], credits):
                     self._backend.submit(message, arrived)
         quit_now(0)

@@ -21,6 +21,7 @@ from pagemill.worker.credits import Credits
 from pagemill.worker.engine_process import EngineProcess, Message
 from pagemill.worker.pressure import QUIET_S, Pressure
 from pagemill.worker.wire import encode
+from pagemill.worker.wire import encode, row_line
 
 log = logging.getLogger("pagemill.engine")
 
@@ -147,7 +148,7 @@ class EngineHost:
     async def submit(
         self,
         rid: str,
-        row: Mapping[str, Any],
+        row: Mapping[str, Any] | bytes,
         sink: Sink,
         *,
         context: int | None = None,
@@ -157,11 +158,11 @@ class EngineHost:
     ) -> None:
         """Hand a row down, waiting for a credit. `rid` must be new: it carries the fence of its lease.
 
-        group: what the engine shares out evenly and learns lengths of, the row's job.
+        row: as `Row.to_dict` has it, or the JSON text of that. group: what the engine shares out evenly and
+        learns lengths of, the row's job.
         """
-        how = {"context": context, "special": special, "priority": priority, "group": group}
-        message = {"rid": rid, "row": row, **how}
-        line = encode(message)
+        text = row if isinstance(row, bytes) else encode(dict(row)).rstrip()
+        line = row_line(rid, text, context=context, special=special, priority=priority, group=group)
         await self._credits.take(len(line))
         assert rid not in self._rows, f"{rid} is already in the engine"
         self._rows[rid] = _Row(line, sink)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagemill.worker.wire import Board, Lines, board_file, encode
+from pagemill.worker.wire import Board, Lines, board_file, decode, encode
 
 log = logging.getLogger("pagemill.engine")
 
@@ -35,7 +34,7 @@ class _Channel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for line in self._lines.feed(data):
-            self._on_line(json.loads(line))
+            self._on_line(decode(line))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_end()
@@ -51,6 +50,7 @@ class EngineProcess:
         self._on_data, self._on_control = on_data, on_control
         self._words: deque[str] = deque(maxlen=LAST_WORDS)
         self._data: asyncio.WriteTransport | None = None
+        self._unsent: list[bytes] = []
         self._control: asyncio.WriteTransport | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._board: Board | None = None
@@ -108,9 +108,18 @@ class EngineProcess:
         return transport
 
     def send(self, line: bytes) -> None:
-        """A row's line. Never waits: credits bound what can be unread."""
+        """A row's line. Never waits: credits bound what can be unread.
+
+        Rows that come in one turn of the event loop go down together: a system call costs as much as a row.
+        """
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(line)
+
+    def _flush(self) -> None:
+        lines, self._unsent = self._unsent, []
         if self._data is not None and not self._data.is_closing():
-            self._data.write(line)
+            self._data.write(b"".join(lines))
 
     def tell(self, message: Message) -> None:
         """A control message; it overtakes rows."""

@@ -43,6 +43,9 @@ class Figures:
         self.slots_busy = self._gauge("slots_busy", "Tasks running.")
         self.engine = self._gauge("engine", "The engine's own figures, by name.", "figure")
         self._server: tuple[_Server, Thread] | None = None
+        # Looking a label up costs as much as counting.
+        self._ended = {status: self.rows.labels(status) for status in ("completed", "failed")}
+        self._of_kind = [self.tokens.labels(kind) for kind in ("prompt", "completion", "cached")]
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"pagemill_{name}", what, labels, registry=self.registry)
@@ -63,14 +66,12 @@ class Figures:
 
     def row(self, status: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> None:
         """One row ended."""
-        self.rows.labels(status).inc()
-        for kind, count in (
-            ("prompt", prompt_tokens),
-            ("completion", completion_tokens),
-            ("cached", cached_tokens),
+        self._ended[status].inc()
+        for counter, count in zip(
+            self._of_kind, (prompt_tokens, completion_tokens, cached_tokens), strict=True
         ):
             if count:
-                self.tokens.labels(kind).inc(count)
+                counter.inc(count)
 
     def look(
         self,

@@ -21,7 +21,7 @@ from typing import Any
 from pagemill.jobs import layout
 from pagemill.jobs.commit import RowsDoNotMatch, commit_shard, read_commit, read_sealed, write_segment
 from pagemill.jobs.errors import ModelError, StorageError
-from pagemill.jobs.plan import read_shard
+from pagemill.jobs.plan import shard_lines
 from pagemill.jobs.result import ResultRow, to_json
 from pagemill.jobs.row import Row
 from pagemill.jobs.settle import stopped_row
@@ -30,6 +30,7 @@ from pagemill.jobs.state import LeaseLost
 from pagemill.jobs.status import StopReason, Totals
 from pagemill.jobs.storage import read_json
 from pagemill.worker.aside import Aside
+from pagemill.jobs.storage import Storage, read_json
 from pagemill.worker.blame import DEATHS_ALONE
 from pagemill.worker.engine_host import CANARY
 from pagemill.worker.isolation import Isolation
@@ -60,9 +61,14 @@ async def run_shard(shop: Workshop, guard: Guard, *, urgent: bool = False, isola
         await _same_weights(shop, guard)
         spec, plan = await shop.spec(guard), await shop.plan(guard)
         entry = next(entry for entry in plan["shards"] if entry["shard"] == shard)
-        rows = await shop.insist(guard, lambda: read_shard(shop.storage, entry))
+        rows = await shop.insist(guard, lambda: read_texts(shop.storage, entry))
         record = await ShardRun(shop, guard, spec, entry, rows, urgent, isolated).run()
     await shop.state.committed(job, shard, record)
+
+
+def read_texts(storage: Storage, entry: dict[str, Any]) -> list[tuple[Row, bytes]]:
+    """The rows of a shard, each with the JSON text that it goes to the engine as. Blocks."""
+    return [(Row.from_json(line), line) for line in shard_lines(storage, entry)]
 
 
 async def _heed_stop(shop: Workshop, guard: Guard) -> None:
@@ -92,12 +98,13 @@ class ShardRun:
         guard: Guard,
         spec: JobSpec,
         entry: dict[str, Any],
-        rows: list[Row],
+        rows: list[tuple[Row, bytes]],
         urgent: bool,
         isolated: bool,
     ) -> None:
         self._shop, self._guard, self._spec, self._entry = shop, guard, spec, entry
-        self._rows = {row.row_index: row for row in rows}
+        self._rows = {row.row_index: row for row, _ in rows}
+        self._texts = {row.row_index: text for row, text in rows}
         self._left = dict(self._rows)  # neither sealed nor finished
         self._segments: list[dict[str, Any]] = []
         self._down: set[int] = set()  # in the engine
@@ -214,7 +221,7 @@ class ShardRun:
         for row in list(self._left.values()):
             await shop.engine.submit(
                 self._rid(row.row_index),
-                row.to_dict(),
+                self._texts[row.row_index],
                 partial(self._take, row),
                 context=self._spec.context,
                 special=self._spec.special_tokens_in_content,

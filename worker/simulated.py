@@ -209,5 +209,4 @@ def _prompt(row: Mapping[str, Any]) -> str:
 
 def made_up_text(prompt: str, seed: int, sample: int, chars: int) -> str:
     """What the simulated engine answers: a function of the row alone."""
-    digest = hashlib.sha256(f"{seed}/{sample}/{prompt}".encode()).hexdigest()
-    return (digest * (1 + chars // len(digest)))[:chars]
+    return hashlib.shake_128(f"{seed}/{sample}/{prompt}".encode()).hexdigest((chars + 1) // 2)[:chars]

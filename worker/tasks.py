@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from pagemill.jobs import layout
+from pagemill.jobs import layout, tickets
 from pagemill.jobs.errors import (
     DiskFull,
     JobConflict,
@@ -305,6 +305,8 @@ class Leasing:
         try:
             async with asyncio.timeout(1.0 if self._leaving else 30.0):
                 await self._shop.state.release(lease.job, lease.task, lease.fence)
+                if self._leaving:  # an idle worker would look by itself, but only once a second
+                    await tickets.send(self._shop.state.redis, self.loaded, 1, patience_s=0.5)
         except (TimeoutError, RedisUnavailable):
             log.warning("%s of %s could not be handed back; its lease runs out", lease.task, lease.job)
 

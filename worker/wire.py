@@ -25,9 +25,25 @@ BOARD_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")
 
 
+# One encoder for all messages: `json.dumps` with options builds a new one at each call.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def encode(message: dict[str, Any]) -> bytes:
     """One line. JSON escapes newlines inside strings, so a line end is always a message's end."""
-    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return _encode(message).encode() + b"\n"
+
+
+def row_line(rid: str, row: bytes, **how: int | str | None) -> bytes:
+    """The line of a row that is JSON text already, as a shard's object holds it: it is not written again."""
+    head = encode({"rid": rid, **how})
+    return b"".join((head[:-2], b',"row":', row, b"}\n"))
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The message of a line without its end."""
+    message: dict[str, Any] = json.loads(line.decode())  # bytes would be searched for their encoding first
+    return message
 
 
 class Lines:

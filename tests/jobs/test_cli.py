@@ -193,8 +193,9 @@ def test_recover_brings_back_what_redis_has_lost(
 
     asyncio.run(lose())
     lost = run("status", jobs[0])
-    assert lost.code == 3
-    assert f"pagemill recover {jobs[0]}" in lost.err
+    assert (lost.code, "validating" in lost.out) == (0, True)
+    blocked = json.loads(run("status", jobs[0], "--json").out)["blocked_reason"]
+    assert blocked == f"Redis has lost this job: a worker rebuilds it, or `pagemill recover {jobs[0]}`."
     done = run("recover", jobs[0])
     assert done.out == f"{jobs[0]}\n", done.err
     assert "nothing to rebuild" in run("recover", jobs[0]).err

@@ -311,12 +311,46 @@ async def test_a_sender_that_died_before_redis_was_told_submits_again(client: Cl
     name = unique("job")
     fields = {"model": model, "created_at": time.time(), "seed": 3}
     await accept(client.storage, open_source(["a", "b"], StorageOptions()), name, fields, chosen=True)
-    with pytest.raises(JobNotFound, match="holds it"):
-        await client.status(name)
+    status = await client.status(name)
+    assert (status.state, status.total, status.model) == ("validating", 0, model)
+    assert f"pagemill recover {name}" in status.blocked_reason
     job = await client.submit(["a", "b"], model=model, job_id=name, seed=3)
     assert job.existed
     await finish(client, model)
     assert (await job.wait()).completed == 2
+
+
+async def forget(client: Client, job: str) -> None:
+    """What a flush of Redis does to one job."""
+    state = await client.state()
+    await state.redis.delete(*[key async for key in state.redis.scan_iter(f"pagemill:{{{job}}}*")])
+    assert await state.status(job) is None
+
+
+async def test_a_job_that_redis_has_just_lost_is_shown_as_its_objects_say(client: Client, model: str) -> None:
+    job = await client.submit(["a", "b", "c", "d"], model=model, shard_rows=2)
+    await work(await client.state(), client.storage, model, tasks=2)  # the plan and one of its two shards
+    before = await client.status(job)
+    await forget(client, job.id)
+    after = await client.status(job)
+    assert "Redis has lost this job" in after.blocked_reason
+    for name in ("state", "model", "total", "completed", "failed", "completion_tokens", "shards_total",
+                 "shards_done", "created_at", "output"):  # fmt: skip
+        assert getattr(after, name) == getattr(before, name), name
+    assert (after.state, after.completed, after.total) == ("in_progress", 2, 4)
+    assert await client.recover(job)
+    assert "has lost" not in (await client.status(job)).blocked_reason
+    await finish(client, model)
+    assert (await job.wait()).completed == 4
+
+
+async def test_a_job_that_redis_has_lost_can_be_cancelled(client: Client, model: str) -> None:
+    job = await client.submit(["a", "b", "c", "d"], model=model, shard_rows=2)
+    await work(await client.state(), client.storage, model, tasks=2)
+    await forget(client, job.id)
+    assert (await client.cancel(job)).accepted
+    status = await job.wait(timeout=30)
+    assert (status.state, status.completed, status.failed) == ("cancelled", 2, 2)
 
 
 async def test_what_ended_and_was_forgotten_by_redis_is_not_run_again(client: Client, model: str) -> None:
@@ -324,12 +358,10 @@ async def test_what_ended_and_was_forgotten_by_redis_is_not_run_again(client: Cl
     job = await client.submit(["a", "b"], model=model, job_id=name)
     await finish(client, model)
     before = await job.status()
-    state = await client.state()
-    await state.redis.delete(*[key async for key in state.redis.scan_iter(f"pagemill:{{{name}}}*")])
-    assert await state.status(name) is None
+    await forget(client, name)
     again = await client.submit(["a", "b"], model=model, job_id=name)
     assert again.existed
-    assert await state.status(name) is None
+    assert await (await client.state()).status(name) is None
     after = await again.status()
     assert (after.state, after.total, after.completed, after.output) == ("completed", 2, 2, before.output)
     assert after.prompt_tokens == before.prompt_tokens

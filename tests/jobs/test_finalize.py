@@ -8,7 +8,7 @@ import pytest
 from stored_job import BAD, commit, plan_job, prompts, results, store_job
 
 from pagemill.jobs import layout
-from pagemill.jobs.commit import write_segment
+from pagemill.jobs.commit import PartDamaged, check_part, write_segment
 from pagemill.jobs.errors import PreconditionFailed, StorageError
 from pagemill.jobs.finalize import finalize, sweep
 from pagemill.jobs.results import iter_results
@@ -109,20 +109,73 @@ def test_a_job_whose_shards_are_not_all_committed_cannot_be_finalized(local_stor
     assert read_json(local_storage, layout.manifest(spec.job)) is None
 
 
-@pytest.mark.parametrize("harm", ["change", "remove"])
-def test_a_part_that_is_not_as_committed_stops_the_job_from_ending(storage: Storage, harm: str) -> None:
-    spec, plan = done_job(storage)
-    part = next(iter(storage.list(layout.parts(spec.job))))
-    data = storage.get(part.key)
-    if harm == "remove":
-        storage.delete([part.key])
+def harm(storage: Storage, key: str, how: str) -> None:
+    data = storage.get(key)
+    if how == "remove":
+        storage.delete([key])
     else:
-        storage.put(part.key, bytes([data[0] ^ 1]) + data[1:])
-    with pytest.raises(StorageError, match="missing" if harm == "remove" else "damaged"):
+        storage.put(key, bytes([data[0] ^ 1]) + data[1:])
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagemill.jobs.finalize.LOOK_AGAIN_S", (0.0, 0.0))
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("how", ["change", "remove"])
+def test_a_part_that_is_not_as_committed_is_replaced_by_what_is_sealed_and_error_rows(
+    storage: Storage, how: str
+) -> None:
+    spec, plan = done_job(storage)
+    key = next(iter(storage.list(layout.parts(spec.job)))).key
+    harm(storage, key, how)
+    manifest = finalize(storage, spec, plan)
+    assert manifest["state"] == "completed"
+    assert manifest["damaged"] == [key]
+    assert key not in {part["key"] for part in manifest["parts"]}
+    assert (storage.head(key) is not None) == (how == "change"), "a damaged part is put aside, not swept"
+    rows = list(iter_results(storage, spec.job))
+    assert [row.row_index for row in rows] == list(range(10))
+    lost = [row for row in rows if row.error_code == "result_lost"]
+    size = plan["shards"][0]["rows"]
+    assert len(lost) == size - 2, "two rows of each shard were sealed before it was committed"
+    assert (manifest["completed"], manifest["failed"]) == (9 - len(lost), 1 + len(lost))
+    assert manifest["errors"] == {"invalid_json_line": 1, "result_lost": len(lost)}
+    assert all("retry-failed" in (row.error_message or "") for row in lost)
+    assert finalize(storage, spec, plan) == manifest
+
+
+def test_a_part_that_comes_back_wrong_once_is_not_damaged(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagemill.jobs.finalize.LOOK_AGAIN_S", (0.0,))
+    spec, plan = done_job(storage)
+    seen = set[str]()
+
+    def flaky(storage: Storage, part: dict[str, Any]) -> None:
+        if part["key"] not in seen:
+            seen.add(part["key"])
+            raise PartDamaged("garbled on the way")
+        check_part(storage, part)
+
+    monkeypatch.setattr("pagemill.jobs.finalize.check_part", flaky)
+    manifest = finalize(storage, spec, plan)
+    assert (manifest["completed"], manifest["damaged"]) == (9, [])
+    assert len(seen) == len(manifest["parts"])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_damaged_part_of_bad_lines_stops_the_job_from_ending_until_it_is_back(storage: Storage) -> None:
+    spec, plan = done_job(storage)
+    key = plan["error_parts"][0]["key"]
+    data = storage.get(key)
+    harm(storage, key, "change")
+    with pytest.raises(StorageError, match="put a copy of it back, or delete the job"):
         finalize(storage, spec, plan)
     assert read_json(storage, layout.manifest(spec.job)) is None
     assert keys(storage, layout.work(spec.job)), "nothing was swept"
-    storage.put(part.key, data)
+    storage.put(key, data)
     assert finalize(storage, spec, plan)["state"] == "completed"
 
 

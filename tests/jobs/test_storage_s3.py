@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +141,56 @@ def test_an_endpoint_that_cannot_be_one_is_said_in_a_sentence(s3: S3, endpoint: 
 
 def test_tls_where_there_is_none_is_said_in_a_sentence(s3: S3) -> None:
     assert "does not speak TLS" in wrong(s3, endpoint=str(s3.endpoint).replace("http:", "https:"))
+
+
+@contextmanager
+def something_else(reply: bytes) -> Iterator[str]:
+    """The address of a server that knows no S3, and gives this answer to whatever comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer_all() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return  # the test is over
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=answer_all, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", "without an ETag"),
+        (
+            b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi",
+            "status 404 and no code",
+        ),
+        (
+            b"HTTP/1.1 405 Not Allowed\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+            "status 405 and no code",
+        ),
+        (b"-ERR unknown command\r\n", "broke off"),
+    ],
+)
+def test_a_server_that_is_no_s3_server_is_said_in_a_sentence_and_soon(
+    s3: S3, reply: bytes, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("pagemill.jobs.storage_s3_requests.time.sleep", slept.append)
+    with something_else(reply) as endpoint:
+        said = wrong(s3, endpoint=endpoint)
+    assert says in said
+    assert "check" in said
+    assert "PAGEMILL_S3_ENDPOINT" in said
+    assert sum(slept) < 1.0
 
 
 @pytest.mark.parametrize(

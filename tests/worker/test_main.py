@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from worker_place import Place, agree, eventually, rows_of, whole
 
-from pagemill.jobs import layout
+from pagemill.jobs import layout, tickets
 from pagemill.jobs.errors import ModelError, PagemillError, RedisUnavailable, StorageError
 from pagemill.jobs.storage import decide
 from pagemill.worker.main import main, run_worker, thread_variables
@@ -54,6 +54,20 @@ async def test_every_line_bad_is_a_job_without_shards(place: Place) -> None:
         job = await client.submit([{"prompt": ""}] * 3, model=place.model)
         rows = await whole(place, client, job, 3)
     assert {row.status for row in rows} == {"failed"}
+
+
+async def test_a_worker_that_leaves_puts_out_a_ticket_for_what_it_hands_back(place: Place) -> None:
+    async with place.client() as client, place.state() as state:
+        async with place.worker():
+            job = await client.submit(["<<slow:600000>>"], model=place.model)
+            async with asyncio.timeout(20):
+                while (await client.status(job)).rows_running == 0:
+                    await asyncio.sleep(0.05)
+            assert await state.redis.zcard(tickets.queue_name(place.model)) == 0
+        assert await state.redis.zcard(tickets.queue_name(place.model)) == 1
+        async with place.worker():
+            await client.cancel(job)
+            assert (await client.wait(job, timeout=30)).state == "cancelled"
 
 
 async def test_rows_in_a_real_s3_server(place: Place, s3: Any) -> None:

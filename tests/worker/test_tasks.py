@@ -39,7 +39,7 @@ STAGES = [
     (settling, "finalize"),
     (tasks, "run_shard"),
     (shard, "read_commit"),
-    (shard, "read_shard"),
+    (shard, "read_texts"),
     (shard, "write_segment"),
     (shard, "commit_shard"),
 ]
@@ -73,7 +73,7 @@ async def test_what_keeps_failing_is_said_in_the_job_until_it_works(
         assert (await client.status(job)).blocked_reason == ""
 
 
-@pytest.mark.parametrize("stage", ["read_commit", "read_shard", "write_segment", "commit_shard"])
+@pytest.mark.parametrize("stage", ["read_commit", "read_texts", "write_segment", "commit_shard"])
 async def test_a_store_that_refuses_for_a_while_costs_nothing_but_time(
     place: Place, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:

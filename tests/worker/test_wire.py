@@ -7,7 +7,8 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill.worker.wire import BOARD_BYTES, Board, Lines, board_file, encode
+from pagemill.jobs.row import Row
+from pagemill.worker.wire import BOARD_BYTES, Board, Lines, board_file, decode, encode, row_line
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda text: text.replace(b"\n", b"")), max_size=8), st.data())
@@ -24,6 +25,21 @@ def test_a_message_is_one_line_whatever_its_strings_hold() -> None:
     line = encode({"text": "a\nb\r\n\u2028c", "more": "ü€😀"})
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
+
+
+@given(st.text(max_size=40), st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3))
+def test_a_row_goes_down_as_the_text_it_was_stored_as(prompt: str, metadata: dict[str, str]) -> None:
+    row = Row(3, 4, 'id\n"', "completion", None, prompt, None, {"top_p": 0.5}, 2**62, metadata=metadata)
+    line = row_line("job/1/f/3", row.to_json().encode(), context=None, special="text", priority=-2)
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert decode(line[:-1]) == {
+        "rid": "job/1/f/3",
+        "context": None,
+        "special": "text",
+        "priority": -2,
+        "row": row.to_dict(),
+    }
 
 
 def test_a_note_is_read_by_another_mapping_of_the_same_memory() -> None:
