@@ -20,7 +20,6 @@ from pagemill.worker.blame import DEATHS_ALONE, Quarantine
 from pagemill.worker.credits import Credits
 from pagemill.worker.engine_process import EngineProcess, Message
 from pagemill.worker.pressure import QUIET_S, Pressure
-from pagemill.worker.wire import encode
 from pagemill.worker.wire import encode, row_line
 
 log = logging.getLogger("pagemill.engine")

@@ -28,9 +28,8 @@ from pagemill.jobs.settle import stopped_row
 from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.state import LeaseLost
 from pagemill.jobs.status import StopReason, Totals
-from pagemill.jobs.storage import read_json
-from pagemill.worker.aside import Aside
 from pagemill.jobs.storage import Storage, read_json
+from pagemill.worker.aside import Aside
 from pagemill.worker.blame import DEATHS_ALONE
 from pagemill.worker.engine_host import CANARY
 from pagemill.worker.isolation import Isolation
