@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pagemill.kernels import attention_cpu_words as words
 from pagemill.kernels.cache_write import BLOCK_SIZE
 from pagemill.kernels.packed_rows import PackedRows
-from pagemill.kernels.shared_prefix import SharedPrefix, shared_prefixes
+from pagemill.kernels.shared_prefix import SharedPrefixes, shared_prefixes
 
 Int64s = npt.NDArray[np.int64]
 
@@ -26,6 +26,9 @@ PREFILL_ROWS = 48
 SHARED_ROWS = 48
 # Fewer blocks in common than these are left to each row.
 SHARED_BLOCKS = 4
+# Nor are they shared if they are less than one part in so many of what the rows see: an item of several rows reads
+# what is their own a little slower.
+SHARED_PART = 4
 # Bytes of keys that a decode item reads at one place, if there are rows enough for all threads: memory
 # streams adjacent heads faster than scattered ones (13 against 11 GB/s on one core of an EPYC 7003).
 DECODE_BYTES = 16 << 10
@@ -44,29 +47,40 @@ class Shape:
     kv_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Packs:
+    """Tiles that make one item together, one pack behind another.
+
+    tiles: their numbers. counts: how many of them are in each pack. common: how many blocks a pack has in common.
+    heads: kv heads of an item.
+    """
+
+    tiles: Int64s
+    counts: Int64s
+    common: Int64s
+    heads: int
+
+
+NO_PACKS = Packs(*[np.zeros(0, np.int64)] * 3, 1)
+
+
 def plan_items(
     rows: PackedRows, tables: npt.NDArray[np.int32], shape: Shape, window: int, threads: int
 ) -> tuple[Int64s, Int64s, int]:
     """Items [items, ITEM_WORDS], tiles [tiles, TILE_WORDS], and the scratch rows that the largest item needs."""
-    tiles, row = _tiles(rows, shape.group)
+    tiles = _tiles(rows, shape.group)
+    packs = _packs(rows, tables, tiles, shape, window, threads)
     alone = np.ones(len(tiles), bool)
-    parts = []
-    for pack, common in _packs(rows, tables, tiles, row, shape, window, threads):
-        alone[pack] = False
-        heights = tiles[pack, words.TILE_HEIGHT]
-        tiles[pack, words.TILE_ROW] = starts_of(heights)
-        begin = _first_blocks(tiles[pack], window).min()
-        parts.append((pack, common, begin, heights.sum()))
-    order = np.concatenate([*(pack for pack, *_ in parts), np.flatnonzero(alone)])
-    tiles = np.ascontiguousarray(tiles[order])
-    shared = len(order) - int(alone.sum())
-    items = [_alone(tiles, shared, shape, window, threads)]
-    if parts:
-        items.append(_shared(parts, shape.kv_heads))
-    together = np.concatenate(items)
-    cost = _costs(tiles, together, window)
-    together = np.ascontiguousarray(together[np.argsort(-cost, kind="stable")])
-    return together, tiles, _scratch_rows(together)
+    alone[packs.tiles] = False
+    tiles = tiles[np.concatenate([packs.tiles, np.flatnonzero(alone)])]
+    items = np.concatenate(
+        [
+            _shared(tiles, packs, shape, window),
+            _alone(tiles, len(packs.tiles), shape, window, threads),
+        ]
+    )
+    longest_first = np.argsort(-_costs(tiles, items, window), kind="stable")
+    return np.ascontiguousarray(items[longest_first]), tiles, _scratch_rows(items)
 
 
 def starts_of(lengths: Int64s) -> Int64s:
@@ -74,24 +88,32 @@ def starts_of(lengths: Int64s) -> Int64s:
     return np.cumsum(lengths) - lengths
 
 
-def _tiles(rows: PackedRows, group: int) -> tuple[Int64s, Int64s]:
-    """Runs of tokens [tiles, TILE_WORDS], and the row of each."""
+def _tiles(rows: PackedRows, group: int) -> Int64s:
+    """Runs of tokens [tiles, TILE_WORDS]."""
     new = np.array(rows.query_lengths, np.int64)
     length = np.array(rows.lengths, np.int64)
     most = max(1, PREFILL_ROWS // group)
     counts = -(-new // most)
     row = np.repeat(np.arange(len(new)), counts)
     begin = (np.arange(len(row)) - starts_of(counts)[row]) * most
-    tokens = np.minimum(most, new[row] - begin)
-    register = np.where(tokens == 1, words.small_rows(group), words.TILE_ROWS)
     tiles = np.zeros((len(row), words.TILE_WORDS), np.int64)
     tiles[:, words.TILE_TOKEN] = starts_of(new)[row] + begin
-    tiles[:, words.TILE_TOKENS] = tokens
+    tiles[:, words.TILE_TOKENS] = np.minimum(most, new[row] - begin)
     tiles[:, words.TILE_POSITION] = length[row] - new[row] + begin
     tiles[:, words.TILE_LENGTH] = length[row]
     tiles[:, words.TILE_PLACE] = _places(rows)[row]
-    tiles[:, words.TILE_HEIGHT] = -(-(tokens * group) // register) * register
-    return tiles, row
+    return tiles
+
+
+def _heights(tiles: Int64s, group: int) -> Int64s:
+    """Scratch rows of each tile and kv head: whole register tiles."""
+    tokens = tiles[:, words.TILE_TOKENS]
+    register = np.where(tokens == 1, words.small_rows(group), words.TILE_ROWS)
+    return _rounded(tokens * group, register)
+
+
+def _rounded(rows: Int64s, register: Int64s | int) -> Int64s:
+    return -(-rows // register) * register
 
 
 def _places(rows: PackedRows) -> Int64s:
@@ -106,34 +128,85 @@ def _packs(
     rows: PackedRows,
     tables: npt.NDArray[np.int32],
     tiles: Int64s,
-    row: Int64s,
     shape: Shape,
     window: int,
     threads: int,
-) -> list[tuple[Int64s, int]]:
-    """Decoding tiles that make one item, and how many blocks they have in common."""
+) -> Packs:
+    """Decoding tiles that begin with the same blocks."""
     decoding = np.flatnonzero(tiles[:, words.TILE_TOKENS] == 1)
     if not rows.share_prefixes or len(decoding) < 2:
-        return []
-    height = int(tiles[decoding[0], words.TILE_HEIGHT])
-    wanted = len(decoding) * shape.kv_heads // (SHARED_ITEMS_A_THREAD * threads)
-    most = max(2, min(SHARED_ROWS // height, wanted))
-    packs = []
-    for prefix in rows.once(("prefixes", most), lambda: _prefixes(tables, tiles[decoding], most)):
-        members = decoding[prefix.rows]
-        for pack in np.array_split(members, -(-len(members) // most)):
-            first = _first_blocks(tiles[pack], window)
-            # Rows of other positions have other windows: a row that sees little of what is shared would compute
-            # most of it in vain.
-            seen = prefix.blocks - first.max()
-            if seen >= SHARED_BLOCKS and 2 * seen >= prefix.blocks - first.min():
-                packs.append((pack, prefix.blocks))
-    return packs
+        return NO_PACKS
+    most, heads = _together(shape, len(decoding), threads)
+    found = rows.once(("prefixes", most), lambda: _prefixes(tables, tiles[decoding], most))
+    if not len(found.counts):
+        return NO_PACKS
+    pieces = -(-found.counts // most)
+    group = np.repeat(np.arange(len(pieces)), pieces)
+    counts = found.counts[group] // pieces[group]
+    # What is left over goes to the first pieces, one row each.
+    counts += np.arange(len(group)) - starts_of(pieces)[group] < found.counts[group] % pieces[group]
+    common, members = found.blocks[group], decoding[found.rows]
+    keep = _worthwhile(tiles[members], counts, common, shape, window)
+    return Packs(members[np.repeat(keep, counts)], counts[keep], common[keep], heads)
 
 
-def _prefixes(tables: npt.NDArray[np.int32], tiles: Int64s, together: int) -> list[SharedPrefix]:
+def _worthwhile(
+    members: Int64s, counts: Int64s, common: Int64s, shape: Shape, window: int
+) -> npt.NDArray[np.bool_]:
+    """Which packs of tiles, one pack behind another, are better read together."""
+    starts = starts_of(counts)
+    first = _first_blocks(members, window)
+    past = members[:, words.TILE_POSITION] // BLOCK_SIZE + 1
+    seen_by_all = common - np.maximum.reduceat(first, starts)
+    seen_by_any = common - np.minimum.reduceat(first, starts)
+    in_all = np.add.reduceat(past - first, starts)
+    rows = np.add.reduceat(_heights(members, shape.group), starts)
+    return (
+        # Fewer rows leave a register tile half empty.
+        (rows >= words.TILE_ROWS)
+        & (seen_by_all >= SHARED_BLOCKS)
+        # Rows of other positions have other windows: one that sees little of what is shared would compute most
+        # of it in vain.
+        & (2 * seen_by_all >= seen_by_any)
+        & (SHARED_PART * seen_by_all * counts >= in_all)
+    )
+
+
+def _together(shape: Shape, tokens: int, threads: int) -> tuple[int, int]:
+    """How many rows an item takes at most, and how many kv heads."""
+    most = SHARED_ROWS // (words.small_rows(shape.group) * -(-shape.group // words.small_rows(shape.group)))
+    heads = _heads_together(shape, tokens, threads)
+    enough = SHARED_ITEMS_A_THREAD * threads
+    if tokens * (shape.kv_heads // heads) < enough * most // 2:
+        heads = 1
+    return max(2, min(most, tokens * (shape.kv_heads // heads) // enough)), heads
+
+
+def _prefixes(tables: npt.NDArray[np.int32], tiles: Int64s, together: int) -> SharedPrefixes:
     whole = tiles[:, words.TILE_LENGTH] // BLOCK_SIZE
     return shared_prefixes(tables, tiles[:, words.TILE_PLACE], whole, SHARED_BLOCKS, together)
+
+
+def _shared(tiles: Int64s, packs: Packs, shape: Shape, window: int) -> Int64s:
+    """Items of several tiles each, the first of all; gives these tiles their scratch rows."""
+    items = _items(len(packs.counts), shape.kv_heads, packs.heads)
+    if not len(items):
+        return items
+    starts = starts_of(packs.counts)
+    members = tiles[: len(packs.tiles)]
+    heights = _heights(members, shape.group)
+    above = starts_of(heights)
+    members[:, words.TILE_ROW] = above - np.repeat(above[starts], packs.counts)
+    columns = {
+        words.ITEM_TILE: starts,
+        words.ITEM_TILES: packs.counts,
+        words.ITEM_COMMON: packs.common,
+        words.ITEM_BEGIN: np.minimum.reduceat(_first_blocks(members, window), starts),
+        words.ITEM_ROWS: _rounded(np.add.reduceat(heights, starts), words.TILE_ROWS),
+    }
+    for column, values in columns.items():
+        items[:, column] = np.repeat(values, shape.kv_heads // packs.heads)
+    return items
 
 
 def _alone(tiles: Int64s, shared: int, shape: Shape, window: int, threads: int) -> Int64s:
@@ -146,22 +219,11 @@ def _alone(tiles: Int64s, shared: int, shape: Shape, window: int, threads: int) 
         some = _items(len(part), shape.kv_heads, heads)
         some[:, words.ITEM_TILE] = np.repeat(part, shape.kv_heads // heads)
         some[:, words.ITEM_TILES] = 1
-        some[:, words.ITEM_BEGIN] = _first_blocks(tiles[some[:, words.ITEM_TILE]], window)
-        some[:, words.ITEM_ROWS] = tiles[some[:, words.ITEM_TILE], words.TILE_HEIGHT]
+        theirs = tiles[some[:, words.ITEM_TILE]]
+        some[:, words.ITEM_BEGIN] = _first_blocks(theirs, window)
+        some[:, words.ITEM_ROWS] = _heights(theirs, shape.group)
         items.append(some)
     return np.concatenate(items)
-
-
-def _shared(parts: list[tuple[Int64s, int, int, int]], kv_heads: int) -> Int64s:
-    """Items of several tiles each, the first of all."""
-    items = _items(len(parts), kv_heads, 1)
-    counts = np.array([len(pack) for pack, *_ in parts], np.int64)
-    columns = (words.ITEM_COMMON, words.ITEM_BEGIN, words.ITEM_ROWS)
-    for column, values in zip(columns, list(zip(*parts, strict=True))[1:], strict=True):
-        items[:, column] = np.repeat(np.array(values, np.int64), kv_heads)
-    items[:, words.ITEM_TILE] = np.repeat(starts_of(counts), kv_heads)
-    items[:, words.ITEM_TILES] = np.repeat(counts, kv_heads)
-    return items
 
 
 def _items(count: int, kv_heads: int, together: int) -> Int64s:

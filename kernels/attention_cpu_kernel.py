@@ -60,7 +60,6 @@ from pagemill.kernels.attention_cpu_words import (
     SUMS,
     TABLES,
     THREAD,
-    TILE_HEIGHT,
     TILE_LENGTH,
     TILE_LIST,
     TILE_PLACE,
@@ -160,7 +159,7 @@ def _soften(params: int, mine: int, item: int, tile: int, begin: int, end: int) 
     """All rows of a tile over the split of blocks [begin, end)."""
     group, position = word(params, GROUP), word(tile, TILE_POSITION)
     for head in range(word(item, ITEM_HEADS)):
-        row = word(tile, TILE_ROW) + head * word(tile, TILE_HEIGHT)
+        row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
         for r in range(word(tile, TILE_TOKENS) * group):
             key = position + r // group
             first = max(begin * 16, key - word(params, WINDOW) + 1) - begin * 16
@@ -236,7 +235,7 @@ def _score_pass(m: int, bf16: int) -> Any:
                     ahead = _keys(params, item, tile, block + 1)
                 else:
                     ahead = follow
-                row = word(tile, TILE_ROW) + head * word(tile, TILE_HEIGHT)
+                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
                 for r in range(row + first, row + past, m):
                     query = mine + r * row_bytes
                     score(m, bf16, dims, query, row_bytes, at, ahead, scores + r * SCORE_BYTES)
@@ -274,7 +273,7 @@ def _weigh_pass(m: int, bf16: int) -> Any:
                     ahead = _keys(params, item, tile, block + 1) + values
                 else:
                     ahead = follow
-                row = word(tile, TILE_ROW) + head * word(tile, TILE_HEIGHT)
+                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
                 for r in range(row + first, row + past, m):
                     weights = mine + word(params, SCORES) + r * SCORE_BYTES + (block - origin) * LINE
                     sums = mine + word(params, SUMS) + r * dims * 4
@@ -376,7 +375,7 @@ def _item(m: int, bf16: int) -> Any:
         for i in range(tiles):
             tile = _tile(params, item, i)
             for head in range(word(item, ITEM_HEADS)):
-                row = word(tile, TILE_ROW) + head * word(tile, TILE_HEIGHT)
+                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
                 _begin(params, mine, tile, word(item, ITEM_HEAD) + head, row)
         done = 0
         if common != 0:
@@ -389,7 +388,7 @@ def _item(m: int, bf16: int) -> Any:
                 follow = _own_keys(params, item, i + 1, done)
             rest(params, mine, item, tile, max(done, _first(params, tile)), follow)
             for head in range(word(item, ITEM_HEADS)):
-                row = word(tile, TILE_ROW) + head * word(tile, TILE_HEIGHT)
+                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
                 _finish(params, mine, tile, word(item, ITEM_HEAD) + head, row)
 
     return inner(compute, m, bf16)

@@ -51,11 +51,11 @@ WORDS = 48
 (
     ITEM_TILE,  # its first tile, and how many follow one another
     ITEM_TILES,
-    ITEM_HEAD,  # its first kv head, and how many: one where there are several tiles
+    ITEM_HEAD,  # its first kv head, and how many
     ITEM_HEADS,
     ITEM_BEGIN,  # the first block that any tile sees something of
     ITEM_COMMON,  # blocks before this one are the same in all of its tables; 0 if there is one tile
-    ITEM_ROWS,  # rows of all its tiles
+    ITEM_ROWS,  # scratch rows of a kv head, of all tiles: whole register tiles, what lies between is ignored
 ) = range(7)
 ITEM_WORDS = 8
 
@@ -66,9 +66,8 @@ ITEM_WORDS = 8
     TILE_POSITION,  # of its first token in the row
     TILE_LENGTH,  # of the row
     TILE_PLACE,  # where the row's table begins in TABLES
-    TILE_ROW,  # its first scratch row
-    TILE_HEIGHT,  # scratch rows of a kv head: whole register tiles, what lies between is computed and ignored
-) = range(7)
+    TILE_ROW,  # its first scratch row in each kv head
+) = range(6)
 TILE_WORDS = 8
 
 

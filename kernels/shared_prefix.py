@@ -13,17 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.integer[Any]]
+Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """rows: two or more. blocks: how many the tables of all of them have in common from their beginning."""
+class SharedPrefixes:
+    """Groups of two rows or more, one behind another.
 
-    rows: npt.NDArray[np.int64]
-    blocks: int
+    rows: all of their rows. counts: how many of them are in each group. blocks: how many the tables of a group have in
+    common from their beginning.
+    """
+
+    rows: Int64s
+    counts: Int64s
+    blocks: Int64s
 
 
-def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, together: int) -> list[SharedPrefix]:
+def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, together: int) -> SharedPrefixes:
     """Puts rows into groups, each row into one at most.
 
     tables: block ids of all rows, one table after another. starts: where in it each row's table begins. counts: how
@@ -37,7 +43,7 @@ def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, tog
     _, which, times = np.unique(tables[starts[rows]], return_inverse=True, return_counts=True)
     rows = rows[times[which] > 1]
     if not len(rows):
-        return []
+        return SharedPrefixes(rows, rows, rows)
     heads = _heads(tables, starts[rows], counts[rows])
     # Rows whose heads have a prefix in common are neighbours in any order that compares from the first on.
     order = np.argsort(heads.view(np.dtype((np.void, heads.itemsize * heads.shape[1]))).ravel(), kind="stable")
@@ -45,7 +51,9 @@ def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, tog
     differ = heads[1:] != heads[:-1]
     common = np.where(differ.any(1), differ.argmax(1), heads.shape[1])
     common[common < at_least] = 0
-    return [SharedPrefix(rows[a:b], depth) for a, b, depth in _cut(common, together)]
+    groups = np.array(_cut(common, together), np.int64).reshape(-1, 3)
+    members = [rows[start:stop] for start, stop, _ in groups.tolist()]
+    return SharedPrefixes(np.concatenate([rows[:0], *members]), groups[:, 1] - groups[:, 0], groups[:, 2])
 
 
 def _heads(tables: Ints, starts: Ints, counts: Ints) -> Ints:
@@ -64,14 +72,28 @@ def _cut(common: Ints, together: int) -> list[tuple[int, int, int]]:
         start, stop = parts.pop()
         inside = common[start : stop - 1]
         depth = int(inside.min())
-        edges = start + np.concatenate([[0], np.flatnonzero(inside == depth) + 1, [stop - start]])
-        smaller = [(int(a), int(b)) for a, b in zip(edges[:-1], edges[1:], strict=True) if b - a > 1]
-        below = sum(_saved(b - a, int(common[a : b - 1].min()), together) for a, b in smaller)
+        smaller = _smaller(inside, depth, start)
+        below = sum(_saved(b - a, least, together) for a, b, least, _ in smaller)
         if depth and _saved(stop - start, depth, together) >= below:
             groups.append((start, stop, depth))
-        else:
-            parts += smaller
+            continue
+        groups += [(a, b, least) for a, b, least, most in smaller if least == most]
+        parts += [(a, b) for a, b, least, most in smaller if least < most]
     return groups
+
+
+def _smaller(inside: Ints, depth: int, start: int) -> list[tuple[int, int, int, int]]:
+    """What is left of a part where it is cut at all places of least depth: each piece of two rows or more as first
+    row, row behind the last, least and most that neighbours in it have in common."""
+    deeper = np.concatenate([[False], inside > depth, [False]])
+    edges = np.flatnonzero(deeper[1:] != deeper[:-1])
+    if not len(edges):
+        return []
+    inside = np.append(inside, depth)
+    least, most = (f.reduceat(inside, edges)[::2] for f in (np.minimum, np.maximum))
+    # Every other stretch lies between pieces.
+    first, past = edges[::2] + start, edges[1::2] + start + 1
+    return list(zip(first.tolist(), past.tolist(), least.tolist(), most.tolist(), strict=True))
 
 
 def _saved(rows: int, depth: int, together: int) -> int:
