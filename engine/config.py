@@ -28,6 +28,7 @@ class EngineConfig:
     max_num_tokens: token budget of a step, prefill chunks and decodes together.
     max_num_seqs: most rows running at once.
     prefix_cache: share the memory of common prefixes between rows.
+    shared_prefix_attention: read that memory once for all rows of a step that share it; no token changes.
     context: most tokens of prompt and answer together; never above the model's own.
     threads: CPU threads for arithmetic.
     """
@@ -41,6 +42,7 @@ class EngineConfig:
     max_num_tokens: int | None = None
     max_num_seqs: int | None = None
     prefix_cache: bool = True
+    shared_prefix_attention: bool = True
     context: int | None = None
     threads: int | None = None
 

@@ -1,10 +1,9 @@
 """Paged attention on CPU over block tables: one call for all rows of a step, decode and prefill alike.
 
-The step is cut into items (attention_cpu_items.py); threads take the next one when they are done with one. The
-compiled part (attention_cpu_kernel.py) does one item.
-
-A query's result depends on its own query, keys and values only: not on what else is in the step, how a
-prompt was cut into chunks, nor on the number of threads, to the last bit.
+The step is cut into items (attention_cpu_items.py); threads take the next one when they are done with one.
+The compiled part (attention_cpu_kernel.py) does one item.  A query's result depends on its own query, keys
+and values only: not on what else is in the step, how a prompt was cut into chunks, nor on the number of
+threads, to the last bit.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def _code(small_rows: int, half: bool) -> int:
 
 
 def _plan(rows: PackedRows, shape: Shape, window: int | None, threads: int) -> Plan:
-    tables = rows.once("cpu tables", lambda: _flat_tables(rows))
+    tables = rows.once("cpu tables", lambda: flat_tables(rows))
     items, tiles, scratch_rows = plan_items(rows, tables, shape, window or NO_WINDOW, threads)
     block = _aligned(words.WORDS)
     row_bytes = scratch_rows * shape.head_dim * 4
@@ -107,7 +106,8 @@ def _plan(rows: PackedRows, shape: Shape, window: int | None, threads: int) -> P
     return Plan(block, block.ctypes.data, items, tiles, tables, scratch)
 
 
-def _flat_tables(rows: PackedRows) -> npt.NDArray[np.int32]:
+def flat_tables(rows: PackedRows) -> npt.NDArray[np.int32]:
+    """The block tables of all rows, one behind another."""
     return np.fromiter(chain.from_iterable(rows.block_tables), np.int32, sum(map(len, rows.block_tables)))
 
 

@@ -1,7 +1,8 @@
 """Cuts a step into items for attention on CPU, the longest first.
 
-An item is a tile of one row (a run of its tokens) with one or more kv heads, or the tiles of several rows that begin with
-the same blocks. Knows lengths and tables, and nothing of tensors. How work is cut changes no bit of a result.
+An item is a tile of one row (a run of its tokens) with one or more kv heads, or the tiles of several rows
+that begin with the same blocks. Knows lengths and tables, and nothing of tensors. How work is cut changes no
+bit of a result.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ PREFILL_ROWS = 48
 SHARED_ROWS = 48
 # Fewer blocks in common than these are left to each row.
 SHARED_BLOCKS = 4
-# Nor are they shared if they are less than one part in so many of what the rows see: an item of several rows reads
-# what is their own a little slower.
+# Nor are they shared if they are less than one part in so many of what the rows see: an item of several rows
+# reads what is their own a little slower.
 SHARED_PART = 4
 # Bytes of keys that a decode item reads at one place, if there are rows enough for all threads: memory
 # streams adjacent heads faster than scattered ones (13 against 11 GB/s on one core of an EPYC 7003).
@@ -51,8 +52,8 @@ class Shape:
 class Packs:
     """Tiles that make one item together, one pack behind another.
 
-    tiles: their numbers. counts: how many of them are in each pack. common: how many blocks a pack has in common.
-    heads: kv heads of an item.
+    tiles: their numbers. counts: how many of them are in each pack. common: how many blocks a pack has in
+    common. heads: kv heads of an item.
     """
 
     tiles: Int64s
@@ -61,13 +62,15 @@ class Packs:
     heads: int
 
 
-NO_PACKS = Packs(*[np.zeros(0, np.int64)] * 3, 1)
+NOTHING = np.zeros(0, np.int64)
+NO_PACKS = Packs(NOTHING, NOTHING, NOTHING, 1)
 
 
 def plan_items(
     rows: PackedRows, tables: npt.NDArray[np.int32], shape: Shape, window: int, threads: int
 ) -> tuple[Int64s, Int64s, int]:
-    """Items [items, ITEM_WORDS], tiles [tiles, TILE_WORDS], and the scratch rows that the largest item needs."""
+    """Items [items, ITEM_WORDS], tiles [tiles, TILE_WORDS], and the scratch rows that the largest item
+    needs."""
     tiles = _tiles(rows, shape.group)
     packs = _packs(rows, tables, tiles, shape, window, threads)
     alone = np.ones(len(tiles), bool)
@@ -165,8 +168,8 @@ def _worthwhile(
         # Fewer rows leave a register tile half empty.
         (rows >= words.TILE_ROWS)
         & (seen_by_all >= SHARED_BLOCKS)
-        # Rows of other positions have other windows: one that sees little of what is shared would compute most
-        # of it in vain.
+        # Rows of other positions have other windows: one that sees little of what is shared would compute
+        # most of it in vain.
         & (2 * seen_by_all >= seen_by_any)
         & (SHARED_PART * seen_by_all * counts >= in_all)
     )
@@ -174,12 +177,14 @@ def _worthwhile(
 
 def _together(shape: Shape, tokens: int, threads: int) -> tuple[int, int]:
     """How many rows an item takes at most, and how many kv heads."""
-    most = SHARED_ROWS // (words.small_rows(shape.group) * -(-shape.group // words.small_rows(shape.group)))
+    register = words.small_rows(shape.group)
+    height = -(-shape.group // register) * register
+    least, most = max(2, -(-2 * words.TILE_ROWS // height)), max(2, SHARED_ROWS // height)
     heads = _heads_together(shape, tokens, threads)
     enough = SHARED_ITEMS_A_THREAD * threads
     if tokens * (shape.kv_heads // heads) < enough * most // 2:
         heads = 1
-    return max(2, min(most, tokens * (shape.kv_heads // heads) // enough)), heads
+    return max(least, min(most, tokens * (shape.kv_heads // heads) // enough)), heads
 
 
 def _prefixes(tables: npt.NDArray[np.int32], tiles: Int64s, together: int) -> SharedPrefixes:
@@ -253,9 +258,10 @@ def _costs(tiles: Int64s, items: Int64s, window: int) -> Int64s:
     """Keys times tokens times heads of each item."""
     tokens = tiles[:, words.TILE_TOKENS]
     own = tokens * np.minimum(tiles[:, words.TILE_POSITION] + tokens, window + tokens)
-    until = np.concatenate([[0], np.cumsum(own)])
-    first = items[:, words.ITEM_TILE]
-    return (until[first + items[:, words.ITEM_TILES]] - until[first]) * items[:, words.ITEM_HEADS]
+    before = np.concatenate([[0], np.cumsum(own)])
+    first, count = items[:, words.ITEM_TILE], items[:, words.ITEM_TILES]
+    costs: Int64s = (before[first + count] - before[first]) * items[:, words.ITEM_HEADS]
+    return costs
 
 
 def _scratch_rows(items: Int64s) -> int:

@@ -6,19 +6,18 @@ weighted values. What a query sums and in which order depends on its position al
 same as a decode token, inside a prefill chunk, and on any thread.
 
 Tiles of several rows whose tables begin with the same blocks make one item: those blocks are read once and
-multiplied with the queries of all (Juravsky et al., 2024, Hydragen). Nothing is merged afterwards. Each row keeps
-its own maximum, total and sums; only which rows a block meets while it is in the cache differs, and a split
-that is shared in part is softened when each row's own blocks have been scored too. So sharing changes no bit.
-
-Scratch memory of a thread, by addresses from the parameter block: scaled queries and sums [rows, head_dim],
-scores [rows, 256 (+ 16 against cache aliasing)], running maxima [rows] and totals [rows, 16], all float32.
-
-May import numba, and is therefore imported when a kernel is first wanted. The words of parameter block, items
-and tiles are named in attention_cpu_words.py; attention_cpu.py says how work is cut into items.
+multiplied with the queries of all (Juravsky et al., 2024, Hydragen). Nothing is merged afterwards. Each row
+keeps its own maximum, total and sums; only which rows a block meets while it is in the cache differs, and a
+split that is shared in part is softened when each row's own blocks have been scored too. So sharing changes
+no bit.  Scratch memory of a thread, by addresses from the parameter block: scaled queries and sums [rows,
+head_dim], scores [rows, 256 (+ 16 against cache aliasing)], running maxima [rows] and totals [rows, 16], all
+float32.  May import numba, and is therefore imported when a kernel is first wanted. The words of parameter
+block, items and tiles are named in attention_cpu_words.py; attention_cpu.py says how work is cut into items.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,56 +80,58 @@ mask, scale, score, total, weigh = vectors.mask, vectors.scale, vectors.score, v
 
 
 @inner
-def _tile(params: int, item: int, number: int) -> int:
+def _tile(params: int, item: int, number: int) -> Any:
     """Where tile `number` of an item is described."""
     return word(params, TILE_LIST) + (word(item, ITEM_TILE) + number) * (TILE_WORDS * 8)
 
 
 @inner
-def _table(params: int, tile: int) -> int:
+def _table(params: int, tile: int) -> Any:
     return word(params, TABLES) + word(tile, TILE_PLACE) * 4
 
 
 @inner
-def _keys(params: int, item: int, tile: int, block: int) -> int:
+def _keys(params: int, item: int, tile: int, block: int) -> Any:
     """Where the keys of an item's first kv head begin in a block of a tile's row."""
     keys = word(params, LAYER) + word(item, ITEM_HEAD) * word(params, HEAD_BYTES)
     return keys + word32(_table(params, tile), block) * word(params, BLOCK_BYTES)
 
 
 @inner
-def _first(params: int, tile: int) -> int:
+def _first(params: int, tile: int) -> Any:
     """The first block of which a tile sees something."""
     return max(0, word(tile, TILE_POSITION) - word(params, WINDOW) + 1) // 16
 
 
 @inner
-def _past(tile: int) -> int:
+def _past(tile: int) -> Any:
     """The block behind the last one of which a tile sees something."""
     return (word(tile, TILE_POSITION) + word(tile, TILE_TOKENS) - 1) // 16 + 1
 
 
 @inner
-def _begin(params: int, mine: int, tile: int, head: int, row: int) -> None:
-    """Loads and scales the queries of one kv head, and clears what is summed, from scratch row `row` on."""
+def _begin(params: int, mine: int, item: int, tile: int) -> None:
+    """Loads and scales a tile's queries, and clears what is summed."""
     tokens, group, dims = word(tile, TILE_TOKENS), word(params, GROUP), word(params, HEAD_DIM)
     factor = real(word(params, SCALE))
-    source = word(params, QUERY) + word(tile, TILE_TOKEN) * word(params, QUERY_TOKEN)
-    source += head * group * word(params, QUERY_HEAD)
-    target = mine + row * dims * 4
-    for t in range(tokens):
-        for g in range(group):
-            at = source + t * word(params, QUERY_TOKEN) + g * word(params, QUERY_HEAD)
-            if word(params, HALF) != 0:
-                scale(1, 0, at, target, dims // LANES, factor)
-            else:
-                scale(0, 0, at, target, dims // LANES, factor)
-            target += dims * 4
     rows = tokens * group
-    fill(mine + word(params, SUMS) + row * dims * 4, rows * dims // LANES, np.float32(0))
-    fill(mine + word(params, TOTALS) + row * LINE, rows, np.float32(0))
-    for r in range(row, row + rows):
-        put(mine + word(params, MAXIMA) + r * 4, np.float32(-np.inf))
+    for head in range(word(item, ITEM_HEADS)):
+        row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
+        source = word(params, QUERY) + word(tile, TILE_TOKEN) * word(params, QUERY_TOKEN)
+        source += (word(item, ITEM_HEAD) + head) * group * word(params, QUERY_HEAD)
+        target = mine + row * dims * 4
+        for t in range(tokens):
+            for g in range(group):
+                at = source + t * word(params, QUERY_TOKEN) + g * word(params, QUERY_HEAD)
+                if word(params, HALF) != 0:
+                    scale(1, 0, at, target, dims // LANES, factor)
+                else:
+                    scale(0, 0, at, target, dims // LANES, factor)
+                target += dims * 4
+        fill(mine + word(params, SUMS) + row * dims * 4, rows * dims // LANES, np.float32(0))
+        fill(mine + word(params, TOTALS) + row * LINE, rows, np.float32(0))
+        for r in range(row, row + rows):
+            put(mine + word(params, MAXIMA) + r * 4, np.float32(-np.inf))
 
 
 @inner
@@ -168,25 +169,27 @@ def _soften(params: int, mine: int, item: int, tile: int, begin: int, end: int) 
 
 
 @inner
-def _finish(params: int, mine: int, tile: int, head: int, row: int) -> None:
-    """Divides by the totals and stores the outputs of one kv head."""
+def _finish(params: int, mine: int, item: int, tile: int) -> None:
+    """Divides by the totals and stores a tile's outputs."""
     tokens, group, dims = word(tile, TILE_TOKENS), word(params, GROUP), word(params, HEAD_DIM)
-    target = word(params, OUT) + word(tile, TILE_TOKEN) * word(params, OUT_TOKEN)
-    target += head * group * word(params, OUT_HEAD)
-    for t in range(tokens):
-        for g in range(group):
-            r = row + t * group + g
-            sums = mine + word(params, SUMS) + r * dims * 4
-            factor = np.float32(1) / total(mine + word(params, TOTALS) + r * LINE)
-            at = target + t * word(params, OUT_TOKEN) + g * word(params, OUT_HEAD)
-            if word(params, HALF) != 0:
-                scale(0, 1, sums, at, dims // LANES, factor)
-            else:
-                scale(0, 0, sums, at, dims // LANES, factor)
+    for head in range(word(item, ITEM_HEADS)):
+        r = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
+        target = word(params, OUT) + word(tile, TILE_TOKEN) * word(params, OUT_TOKEN)
+        target += (word(item, ITEM_HEAD) + head) * group * word(params, OUT_HEAD)
+        for t in range(tokens):
+            for g in range(group):
+                sums = mine + word(params, SUMS) + r * dims * 4
+                factor = np.float32(1) / total(mine + word(params, TOTALS) + r * LINE)
+                at = target + t * word(params, OUT_TOKEN) + g * word(params, OUT_HEAD)
+                if word(params, HALF) != 0:
+                    scale(0, 1, sums, at, dims // LANES, factor)
+                else:
+                    scale(0, 0, sums, at, dims // LANES, factor)
+                r += 1
 
 
 @inner
-def _first_row(params: int, tile: int, block: int, all_rows: int, m: int) -> int:
+def _first_row(params: int, tile: int, block: int, all_rows: int, m: int) -> Any:
     """The first of a head's rows in a tile that may see something of a block, at a register tile's start."""
     if all_rows != 0:
         return 0
@@ -194,7 +197,7 @@ def _first_row(params: int, tile: int, block: int, all_rows: int, m: int) -> int
 
 
 @inner
-def _past_row(params: int, tile: int, block: int, all_rows: int) -> int:
+def _past_row(params: int, tile: int, block: int, all_rows: int) -> Any:
     if all_rows != 0:
         return all_rows
     tokens = block * 16 + 15 + word(params, WINDOW) - word(tile, TILE_POSITION)
@@ -209,6 +212,7 @@ def _past_row(params: int, tile: int, block: int, all_rows: int) -> int:
 # has no weight on it, and adding zero times a value changes nothing.
 
 
+@cache
 def _score_pass(m: int, bf16: int) -> Any:
     def score_pass(
         params: int,
@@ -244,6 +248,7 @@ def _score_pass(m: int, bf16: int) -> Any:
     return inner(score_pass, m, bf16)
 
 
+@cache
 def _weigh_pass(m: int, bf16: int) -> Any:
     # Few rows take two vectors of values at once, to keep as many sums going as many rows do.
     width = 2 if m <= TILE_ROWS // 2 else 1
@@ -285,51 +290,29 @@ def _weigh_pass(m: int, bf16: int) -> Any:
     return inner(weigh_pass, m, bf16)
 
 
-def _either(small: Any, large: Any, *variant: int) -> Any:
-    """A pass over a tile's own blocks: `small` for one token, `large` for several."""
-
-    def either(
-        params: int,
-        mine: int,
-        item: int,
-        tile: int,
-        all_rows: int,
-        origin: int,
-        begin: int,
-        end: int,
-        follow: int,
-    ) -> None:
-        if word(tile, TILE_TOKENS) == 1:
-            small(params, mine, item, tile, all_rows, origin, begin, end, follow)
-        else:
-            large(params, mine, item, tile, all_rows, origin, begin, end, follow)
-
-    return inner(either, *variant)
-
-
 @inner
-def _split_end(block: int) -> int:
+def _split_end(block: int) -> Any:
     """The block behind the split that a block is in."""
     return (block // SPLIT_BLOCKS + 1) * SPLIT_BLOCKS
 
 
 @inner
-def _own_keys(params: int, item: int, number: int, block: int) -> int:
-    """Keys to fetch ahead: of a block of a tile's row, or of its last one; of the last tile if there are fewer."""
+def _own_keys(params: int, item: int, number: int, block: int) -> Any:
+    """Keys to fetch ahead: of a block of a tile's row, or of its last one; of the last tile if there are
+    fewer."""
     tile = _tile(params, item, min(number, word(item, ITEM_TILES) - 1))
     return _keys(params, item, tile, min(block, _past(tile) - 1))
 
 
-def _item(m: int, bf16: int) -> Any:
-    """A function that computes one item; tiles of one token take register tiles of m rows."""
+def _together(m: int, bf16: int) -> Any:
+    """A function that computes the splits which begin within the common blocks of an item's tiles.
+
+    Of the last of these splits each tile has blocks of its own as well; its one token takes tiles of m rows.
+    """
     score_all, weigh_all = _score_pass(TILE_ROWS, bf16), _weigh_pass(TILE_ROWS, bf16)
-    score_own, weigh_own = score_all, weigh_all
-    if m != TILE_ROWS:
-        score_own = _either(_score_pass(m, bf16), score_all, m, bf16, 0)
-        weigh_own = _either(_weigh_pass(m, bf16), weigh_all, m, bf16, 1)
+    score_own, weigh_own = _score_pass(m, bf16), _weigh_pass(m, bf16)
 
     def together(params: int, mine: int, item: int) -> None:
-        # Splits that begin within the common blocks. Of the last one each tile has blocks of its own as well.
         lead, tiles, rows = _tile(params, item, 0), word(item, ITEM_TILES), word(item, ITEM_ROWS)
         begin, common, values = word(item, ITEM_BEGIN), word(item, ITEM_COMMON), word(params, VALUES)
         while begin < common:
@@ -344,7 +327,7 @@ def _item(m: int, bf16: int) -> Any:
                 past = min(end, _past(tile))
                 follow = _own_keys(params, item, i + 1, shared)
                 score_own(params, mine, item, tile, 0, begin, shared, past, follow)
-                _soften(params, mine, item, tile, begin, max(past, shared))
+                _soften(params, mine, item, tile, begin, past)
             follow = _own_keys(params, item, 0, shared)
             if shared < end:
                 follow += values
@@ -354,6 +337,13 @@ def _item(m: int, bf16: int) -> Any:
                 follow = _own_keys(params, item, i + 1, shared) + values
                 weigh_own(params, mine, item, tile, 0, begin, shared, min(end, _past(tile)), follow)
             begin = end
+
+    return inner(together, m, bf16)
+
+
+def _rest(m: int, bf16: int) -> Any:
+    """A function that computes one tile's splits from `begin` on with register tiles of m rows."""
+    score_own, weigh_own = _score_pass(m, bf16), _weigh_pass(m, bf16)
 
     def rest(params: int, mine: int, item: int, tile: int, begin: int, follow: int) -> None:
         past = _past(tile)
@@ -368,35 +358,13 @@ def _item(m: int, bf16: int) -> Any:
             weigh_own(params, mine, item, tile, 0, begin, begin, end, after)
             begin = end
 
-    together, rest = inner(together, m, bf16), inner(rest, m, bf16)
-
-    def compute(params: int, mine: int, item: int, ahead: int) -> None:
-        tiles, common = word(item, ITEM_TILES), word(item, ITEM_COMMON)
-        for i in range(tiles):
-            tile = _tile(params, item, i)
-            for head in range(word(item, ITEM_HEADS)):
-                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
-                _begin(params, mine, tile, word(item, ITEM_HEAD) + head, row)
-        done = 0
-        if common != 0:
-            together(params, mine, item)
-            done = _split_end(common - 1)
-        for i in range(tiles):
-            tile = _tile(params, item, i)
-            follow = ahead
-            if i + 1 < tiles:
-                follow = _own_keys(params, item, i + 1, done)
-            rest(params, mine, item, tile, max(done, _first(params, tile)), follow)
-            for head in range(word(item, ITEM_HEADS)):
-                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
-                _finish(params, mine, tile, word(item, ITEM_HEAD) + head, row)
-
-    return inner(compute, m, bf16)
+    return inner(rest, m, bf16)
 
 
 def compile_attention(rows: int, bf16: int) -> int:
     """Machine code for one token's `rows` rows a register tile; the address of void(int64 *words)."""
-    compute = _item(rows, bf16)
+    together, small = _together(rows, bf16), _rest(rows, bf16)
+    large = small if rows == TILE_ROWS else _rest(TILE_ROWS, bf16)
 
     def attend(params: int) -> None:
         mine = word(params, SCRATCH) + take(params + THREAD * 8) * word(params, SCRATCH_BYTES)
@@ -407,8 +375,25 @@ def compile_attention(rows: int, bf16: int) -> int:
             following = take(params + ITEM * 8)
             item = word(params, ITEM_LIST) + number * (ITEM_WORDS * 8)
             after = word(params, ITEM_LIST) + min(following, last) * (ITEM_WORDS * 8)
-            ahead = _keys(params, after, _tile(params, after, 0), word(after, ITEM_BEGIN))
-            compute(params, mine, item, ahead)
+            tiles = word(item, ITEM_TILES)
+            for i in range(tiles):
+                _begin(params, mine, item, _tile(params, item, i))
+            done = 0
+            if word(item, ITEM_COMMON) != 0:
+                together(params, mine, item)
+                done = _split_end(word(item, ITEM_COMMON) - 1)
+            for i in range(tiles):
+                tile = _tile(params, item, i)
+                begin = max(done, _first(params, tile))
+                if i + 1 < tiles:
+                    follow = _own_keys(params, item, i + 1, done)
+                else:
+                    follow = _keys(params, after, _tile(params, after, 0), word(after, ITEM_BEGIN))
+                if word(tile, TILE_TOKENS) == 1:
+                    small(params, mine, item, tile, begin, follow)
+                else:
+                    large(params, mine, item, tile, begin, follow)
+                _finish(params, mine, item, tile)
             number = following
 
     return c_function(attend, rows, bf16)

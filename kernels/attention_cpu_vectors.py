@@ -1,5 +1,5 @@
-"""Attention's vector operations on CPU: a block of keys or values against a register tile of rows, and the softmax of
-one row over a split.
+"""Attention's vector operations on CPU: a block of keys or values against a register tile of rows, and the
+softmax of one row over a split.
 
 Addresses and sizes come in as arguments; what a parameter block or an item is, attention_cpu_kernel.py knows.
 May import numba, and is therefore imported when a kernel is first wanted.

@@ -47,7 +47,7 @@ ITEM, THREAD = 0, 8
 ) = range(16, 42)
 WORDS = 48
 
-# Words of an item: tiles of one row, or of several that share their first blocks.
+# Words of an item: a tile, or several of one token each that share their first blocks.
 (
     ITEM_TILE,  # its first tile, and how many follow one another
     ITEM_TILES,

@@ -17,8 +17,8 @@ T = TypeVar("T")
 class PackedRows:
     """Rows of a step, packed one after another; row i has query_lengths[i] new tokens of lengths[i].
 
-    block_tables: block ids of each row, enough to hold its length. share_prefixes: whether blocks at the head of
-    several tables may be read once for all of those rows, which changes no result.
+    block_tables: block ids of each row, enough to hold its length. share_prefixes: whether blocks at the head
+    of several tables may be read once for all of those rows, which changes no result.
     """
 
     __slots__ = ("_derived", "block_tables", "lengths", "query_lengths", "share_prefixes")

@@ -1,7 +1,7 @@
 """Which rows of a step begin with the same blocks of memory, and how many of them.
 
-Knows block tables only: who made rows share blocks, and why, is nothing to it. Made for every step, so it works on
-arrays of all rows at once.
+Knows block tables only: who made rows share blocks, and why, is nothing to it. Made for every step, so it
+works on arrays of all rows at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Int64s = npt.NDArray[np.int64]
 class SharedPrefixes:
     """Groups of two rows or more, one behind another.
 
-    rows: all of their rows. counts: how many of them are in each group. blocks: how many the tables of a group have in
-    common from their beginning.
+    rows: all of their rows. counts: how many of them are in each group. blocks: how many the tables of a
+    group have in common from their beginning.
     """
 
     rows: Int64s
@@ -32,12 +32,12 @@ class SharedPrefixes:
 def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, together: int) -> SharedPrefixes:
     """Puts rows into groups, each row into one at most.
 
-    tables: block ids of all rows, one table after another. starts: where in it each row's table begins. counts: how
-    many blocks of each row may be shared. at_least: fewer common blocks than this make no group. together: rows that
-    read shared blocks once; more of them read once for each so many.
+    tables: block ids of all rows, one table after another. starts: where in it each row's table begins.
+    counts: how many blocks of each row may be shared. at_least: fewer common blocks than this make no group.
+    together: rows that read shared blocks once; more of them read once for each so many.
 
-    Tables share prefixes as a tree does. A part of it is one group, or is cut where its rows have least in common,
-    by which of the two reads fewer blocks.
+    Tables share prefixes as a tree does. A part of it is one group, or is cut where its rows have least in
+    common, by which of the two reads fewer blocks.
     """
     rows = np.flatnonzero(counts >= at_least)
     _, which, times = np.unique(tables[starts[rows]], return_inverse=True, return_counts=True)
@@ -46,7 +46,9 @@ def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, tog
         return SharedPrefixes(rows, rows, rows)
     heads = _heads(tables, starts[rows], counts[rows])
     # Rows whose heads have a prefix in common are neighbours in any order that compares from the first on.
-    order = np.argsort(heads.view(np.dtype((np.void, heads.itemsize * heads.shape[1]))).ravel(), kind="stable")
+    order = np.argsort(
+        heads.view(np.dtype((np.void, heads.itemsize * heads.shape[1]))).ravel(), kind="stable"
+    )
     heads, rows = heads[order], rows[order]
     differ = heads[1:] != heads[:-1]
     common = np.where(differ.any(1), differ.argmax(1), heads.shape[1])
@@ -57,7 +59,8 @@ def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, tog
 
 
 def _heads(tables: Ints, starts: Ints, counts: Ints) -> Ints:
-    """The blocks of each row that may be shared [rows, most of them]; what is missing differs from row to row."""
+    """The blocks of each row that may be shared [rows, most of them]; what is missing differs from row to
+    row."""
     column = np.arange(counts.max())
     places = np.minimum(starts[:, None] + column, len(tables) - 1)
     nothing = -1 - np.arange(len(starts), dtype=tables.dtype)[:, None]
@@ -83,8 +86,8 @@ def _cut(common: Ints, together: int) -> list[tuple[int, int, int]]:
 
 
 def _smaller(inside: Ints, depth: int, start: int) -> list[tuple[int, int, int, int]]:
-    """What is left of a part where it is cut at all places of least depth: each piece of two rows or more as first
-    row, row behind the last, least and most that neighbours in it have in common."""
+    """What is left of a part where it is cut at all places of least depth: each piece of two rows or more as
+    first row, row behind the last, least and most that neighbours in it have in common."""
     deeper = np.concatenate([[False], inside > depth, [False]])
     edges = np.flatnonzero(deeper[1:] != deeper[:-1])
     if not len(edges):

@@ -173,6 +173,7 @@ def host_config(settings: WorkerSettings) -> HostConfig:
         "threads": settings.threads,
         "max_num_seqs": settings.max_num_seqs,
         "prefix_cache": settings.prefix_cache,
+        "shared_prefix_attention": settings.shared_prefix_attention,
         "sim_rows_per_second": settings.sim_rows_per_second,
         "sim_delay_ms": settings.sim_delay_ms,
         "sim_load_s": settings.sim_load_s,

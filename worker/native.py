@@ -69,6 +69,7 @@ class NativeEngine:
                 kv_cache_gb=config["kv_cache_gb"],
                 max_num_seqs=config["max_num_seqs"],
                 prefix_cache=config["prefix_cache"],
+                shared_prefix_attention=config["shared_prefix_attention"],
                 context=config["context"],
                 threads=config["threads"],
             )

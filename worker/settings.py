@@ -37,6 +37,7 @@ class WorkerSettings(ClientSettings):
     threads: int | None = Field(None, ge=1, description="threads of the engine's arithmetic")
     max_num_seqs: int | None = Field(None, ge=1, description="rows in one step of the engine")
     prefix_cache: bool = True
+    shared_prefix_attention: bool = True
 
     slots: int = Field(2, ge=1, le=64, description="shards at once; one more serves starved jobs")
     max_rows_in_flight: int = Field(128, ge=1, description="rows in the engine's process at once")
