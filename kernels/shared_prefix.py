@@ -53,9 +53,10 @@ def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, tog
     differ = heads[1:] != heads[:-1]
     common = np.where(differ.any(1), differ.argmax(1), heads.shape[1])
     common[common < at_least] = 0
-    groups = np.array(_cut(common, together), np.int64).reshape(-1, 3)
-    members = [rows[start:stop] for start, stop, _ in groups.tolist()]
-    return SharedPrefixes(np.concatenate([rows[:0], *members]), groups[:, 1] - groups[:, 0], groups[:, 2])
+    groups = _cut(common, together)
+    members = np.concatenate([rows[:0], *(rows[inside] for inside, _ in groups)]).astype(np.int64)
+    counts = np.array([len(inside) for inside, _ in groups], np.int64)
+    return SharedPrefixes(members, counts, np.array([depth for _, depth in groups], np.int64))
 
 
 def _heads(tables: Ints, starts: Ints, counts: Ints) -> Ints:
@@ -67,8 +68,8 @@ def _heads(tables: Ints, starts: Ints, counts: Ints) -> Ints:
     return np.ascontiguousarray(np.where(column < counts[:, None], tables[places], nothing))
 
 
-def _cut(common: Ints, together: int) -> list[tuple[int, int, int]]:
-    """Groups as (first row, row behind the last, common blocks); common[i] is what rows i and i + 1 share."""
+def _cut(common: Ints, together: int) -> list[tuple[Int64s, int]]:
+    """Groups as their rows and common blocks; common[i] is what rows i and i + 1 share."""
     groups = []
     parts = [(0, len(common) + 1)]
     while parts:
@@ -76,11 +77,18 @@ def _cut(common: Ints, together: int) -> list[tuple[int, int, int]]:
         inside = common[start : stop - 1]
         depth = int(inside.min())
         smaller = _smaller(inside, depth, start)
-        below = sum(_saved(b - a, least, together) for a, b, least, _ in smaller)
+        # Rows between pieces have so much in common with each other, too.
+        left = stop - start - sum(b - a for a, b, _, _ in smaller)
+        below = sum(_saved(b - a, least, together) for a, b, least, _ in smaller) + _saved(
+            left, depth, together
+        )
         if depth and _saved(stop - start, depth, together) >= below:
-            groups.append((start, stop, depth))
+            groups.append((np.arange(start, stop), depth))
             continue
-        groups += [(a, b, least) for a, b, least, most in smaller if least == most]
+        if depth and left > 1:
+            pieces = [np.arange(a, b) for a, b, _, _ in smaller]
+            groups.append((np.setdiff1d(np.arange(start, stop), np.concatenate(pieces)), depth))
+        groups += [(np.arange(a, b), least) for a, b, least, most in smaller if least == most]
         parts += [(a, b) for a, b, least, most in smaller if least < most]
     return groups
 

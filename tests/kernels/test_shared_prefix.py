@@ -68,6 +68,8 @@ def test_a_nested_prefix_is_cut_where_that_reads_less() -> None:
         [1, 2, *(b + 50 for b in long)],
     ]
     assert groups(tables) == [([0, 1], 42), ([2, 3], 42)]
+    # Others that have only the 2 in common share those among themselves.
+    assert groups([*tables, [1, 2, 7], [1, 2, 6]]) == [([0, 1], 42), ([2, 3], 42), ([4, 5], 2)]
     # One block of difference is not worth reading 40 a second time.
     tables = [[*long, 1, 9], [*long, 1, 8], [*long, 2, 7], [*long, 2, 6]]
     assert groups(tables) == [([0, 1, 2, 3], 40)]
