@@ -54,9 +54,9 @@ def shared_prefixes(tables: Ints, starts: Ints, counts: Ints, at_least: int, tog
     common = np.where(differ.any(1), differ.argmax(1), heads.shape[1])
     common[common < at_least] = 0
     groups = _cut(common, together)
-    members = np.concatenate([rows[:0], *(rows[inside] for inside, _ in groups)]).astype(np.int64)
-    counts = np.array([len(inside) for inside, _ in groups], np.int64)
-    return SharedPrefixes(members, counts, np.array([depth for _, depth in groups], np.int64))
+    members: Int64s = np.concatenate([rows[inside] for inside, _ in groups] or [rows[:0]])
+    counts_found = np.array([len(inside) for inside, _ in groups], np.int64)
+    return SharedPrefixes(members, counts_found, np.array([depth for _, depth in groups], np.int64))
 
 
 def _heads(tables: Ints, starts: Ints, counts: Ints) -> Ints:
