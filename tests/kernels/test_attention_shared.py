@@ -216,7 +216,7 @@ def test_nested_prompts_share_where_it_saves_most() -> None:
 
 
 def test_many_rows_are_cut_into_items_of_which_each_reads_the_prompt() -> None:
-    step = make_step(questions(70, 5), kv_heads=1, heads=3)
+    step = make_step(questions(70, 20), kv_heads=1, heads=3)
     assert len(step.shared_items()) > 1
     assert sum(rows for rows, _ in step.shared_items()) == 70
     check(step)
