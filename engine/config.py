@@ -44,6 +44,7 @@ class EngineConfig:
     long_rows_first: of rows that wait, begin with those that are expected to take longest.
     learned_lengths: expect a row to produce what others of its group did; without it, its `max_tokens`.
     identical_rows: run requests that must get the same tokens once.
+    shared_prefix_attention: read that memory once for all rows of a step that share it; no token changes.
     context: most tokens of prompt and answer together; never above the model's own.
     threads: CPU threads for arithmetic.
     """
@@ -62,6 +63,7 @@ class EngineConfig:
     long_rows_first: bool = True
     learned_lengths: bool = True
     identical_rows: bool = True
+    shared_prefix_attention: bool = True
     context: int | None = None
     threads: int | None = None
 

@@ -28,16 +28,19 @@ def plan_rows(
     lengths: Sequence[int],
     block_tables: Sequence[Sequence[int]],
     layer: Tensor,
+    share_prefixes: bool = True,
 ) -> PackedRows:
     """Describes the rows of a step once, for all its layers.
 
     query_lengths: tokens of each row in this step, >= 1. lengths: keys of each row with this step's included.
     block_tables: block ids of each row, enough to hold `lengths`; not to be changed during the step.
-    layer: any one of the storage's, for its device. Raises ValueError where these contradict each other.
+    layer: any one of the storage's, for its device. share_prefixes: whether blocks at the head of several
+    tables may be read once for all of those rows, which changes no result. Raises ValueError where these
+    contradict each other.
     """
     if layer.device.type != "cpu":
         raise ValueError(f"there is no attention for device {layer.device.type}")
-    return PackedRows(query_lengths, lengths, block_tables)
+    return PackedRows(query_lengths, lengths, block_tables, share_prefixes)
 
 
 def paged_attention(

@@ -19,7 +19,8 @@ TILE_ROWS = 6
 ITEM, THREAD = 0, 8
 (
     ITEMS,  # how many items there are
-    ITEM_LIST,  # [items, 8] int64: token, tokens, position, length, place in the tables, kv head, kv heads, 0
+    ITEM_LIST,  # [items, 8] int64, see below
+    TILE_LIST,  # [tiles, 8] int64, see below
     SCRATCH,
     SCRATCH_BYTES,  # of one thread
     SUMS,  # offsets into a thread's scratch; its queries lie at 0
@@ -43,9 +44,31 @@ ITEM, THREAD = 0, 8
     SCALE,  # float32 in the low half of the word
     SOFTCAP,
     WINDOW,
-) = range(16, 41)
+) = range(16, 42)
 WORDS = 48
+
+# Words of an item: a tile, or several of one token each that share their first blocks.
+(
+    ITEM_TILE,  # its first tile, and how many follow one another
+    ITEM_TILES,
+    ITEM_HEAD,  # its first kv head, and how many
+    ITEM_HEADS,
+    ITEM_BEGIN,  # the first block that any tile sees something of
+    ITEM_COMMON,  # blocks before this one are the same in all of its tables; 0 if there is one tile
+    ITEM_ROWS,  # scratch rows of a kv head, of all tiles: whole register tiles, what lies between is ignored
+) = range(7)
 ITEM_WORDS = 8
+
+# Words of a tile: a run of a row's tokens.
+(
+    TILE_TOKEN,  # place of its first token in query and out
+    TILE_TOKENS,
+    TILE_POSITION,  # of its first token in the row
+    TILE_LENGTH,  # of the row
+    TILE_PLACE,  # where the row's table begins in TABLES
+    TILE_ROW,  # its first scratch row in each kv head
+) = range(6)
+TILE_WORDS = 8
 
 
 def small_rows(group: int) -> int:

@@ -17,16 +17,18 @@ T = TypeVar("T")
 class PackedRows:
     """Rows of a step, packed one after another; row i has query_lengths[i] new tokens of lengths[i].
 
-    block_tables: block ids of each row, enough to hold its length.
+    block_tables: block ids of each row, enough to hold its length. share_prefixes: whether blocks at the head
+    of several tables may be read once for all of those rows, which changes no result.
     """
 
-    __slots__ = ("_derived", "block_tables", "lengths", "query_lengths")
+    __slots__ = ("_derived", "block_tables", "lengths", "query_lengths", "share_prefixes")
 
     def __init__(
         self,
         query_lengths: Sequence[int],
         lengths: Sequence[int],
         block_tables: Sequence[Sequence[int]],
+        share_prefixes: bool = True,
     ) -> None:
         """Raises ValueError where these contradict each other: attention over memory that holds nothing
         would not fail, it would answer wrongly."""
@@ -38,6 +40,7 @@ class PackedRows:
         self.query_lengths = tuple(query_lengths)
         self.lengths = tuple(lengths)
         self.block_tables = tuple(block_tables)
+        self.share_prefixes = share_prefixes
         self._derived: dict[Hashable, object] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -157,6 +157,7 @@ def host_config(settings: WorkerSettings, choice: Choice | None = None) -> HostC
         "long_rows_first": settings.long_rows_first,
         "learned_lengths": settings.learned_lengths,
         "identical_rows": settings.identical_rows,
+        "shared_prefix_attention": settings.shared_prefix_attention,
         "sim_rows_per_second": settings.sim_rows_per_second,
         "sim_delay_ms": settings.sim_delay_ms,
         "sim_load_s": settings.sim_load_s,

@@ -35,6 +35,7 @@ ENGINE_SETTINGS = (
     "long_rows_first",
     "learned_lengths",
     "identical_rows",
+    "shared_prefix_attention",
     "deterministic",
     "context",
     "threads",

@@ -67,6 +67,7 @@ class WorkerSettings(ClientSettings):
     long_rows_first: bool = Field(True, description="of rows that wait, the longest first")
     learned_lengths: bool = Field(True, description="expect answers as long as the job's have been")
     identical_rows: bool = Field(True, description="run rows of a job that are the same once")
+    shared_prefix_attention: bool = Field(True, description="read a common prefix once for a step's rows")
 
     slots: int = Field(2, ge=1, le=64, description="shards at once; one more serves starved jobs")
     max_rows_in_flight: int = Field(128, ge=1, description="rows in the engine's process at once")

@@ -79,7 +79,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         rope_switch=spec.rope_switch,
         generation_defaults=generation_defaults(checkpoint.generation),
     )
-    return LoadedModel(ModelRunner(model, storage, Sampler(ends)), tokenizer, info)
+    runner = ModelRunner(model, storage, Sampler(ends), config.shared_prefix_attention)
+    return LoadedModel(runner, tokenizer, info)
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, object]:

@@ -29,7 +29,7 @@ class StepRows:
     last_tokens: torch.Tensor
 
 
-def build_rows(batch: Batch, storage: KVStorage) -> StepRows:
+def build_rows(batch: Batch, storage: KVStorage, share_prefixes: bool = True) -> StepRows:
     token_ids: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
@@ -46,7 +46,7 @@ def build_rows(batch: Batch, storage: KVStorage) -> StepRows:
         lengths.append(end)
         starts.append(starts[-1] + new)
     tables = [seq.block_table for seq in batch.sequences]
-    rows = plan_rows(batch.num_scheduled, lengths, tables, storage.layer(0))
+    rows = plan_rows(batch.num_scheduled, lengths, tables, storage.layer(0), share_prefixes)
     where = torch.tensor(positions)
     place = torch.tensor(blocks)
     offsets = where % BLOCK_SIZE

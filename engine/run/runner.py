@@ -33,17 +33,23 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """Implements batch.Runner for one model and one storage."""
+    """Implements batch.Runner for one model and one storage.
 
-    def __init__(self, decoder: Model, storage: KVStorage, sampler: Sampler) -> None:
+    share_prefixes: whether attention reads memory that rows share once for all of them.
+    """
+
+    def __init__(
+        self, decoder: Model, storage: KVStorage, sampler: Sampler, share_prefixes: bool = True
+    ) -> None:
         self.decoder = decoder
         self.storage = storage
         self.sampler = sampler
+        self.share_prefixes = share_prefixes
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
         started = time.perf_counter()
-        rows = build_rows(batch, self.storage)
+        rows = build_rows(batch, self.storage, self.share_prefixes)
         prepared = time.perf_counter()
         hidden = self.decoder.hidden(rows.inputs, self.storage)
         broken = _broken_rows(hidden, rows)

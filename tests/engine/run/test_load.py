@@ -223,3 +223,8 @@ def test_a_model_without_a_family_runs_through_transformers(tmp_path: Path) -> N
     assert open_model(again).info.fingerprint == loaded.info.fingerprint
     with pytest.raises(ModelLoadError, match="quantization int8 needs a family"):
         open_model(path, quantization="int8")
+
+
+def test_reading_shared_prefixes_together_can_be_switched_off(directory: Path) -> None:
+    assert open_model(directory).runner.share_prefixes
+    assert not open_model(directory, shared_prefix_attention=False).runner.share_prefixes
