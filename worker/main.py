@@ -37,6 +37,7 @@ from pagemill.worker.metrics import Figures
 from pagemill.worker.serving import Serving
 from pagemill.worker.settings import Choice, WorkerSettings
 from pagemill.worker.tasks import Leasing
+from pagemill.worker.threads import thread_variables
 from pagemill.worker.ticketing import Ticketing
 from pagemill.worker.upkeep import Upkeep
 from pagemill.worker.workshop import Workshop
@@ -176,20 +177,6 @@ def host_config(settings: WorkerSettings, choice: Choice | None = None) -> HostC
         # Every arithmetic library in there reads it; two that each take all cores ruin each other.
         env=thread_variables(settings.threads),
     )
-
-
-def thread_variables(threads: int | None) -> dict[str, str]:
-    """What the engine's process needs in its environment before OpenMP is loaded.
-
-    How long a thread spins for the next piece of work before it sleeps. OpenMP's own choice is best by a
-    tenth while the cores are the engine's alone and ruinous when they are not (SmolLM2, 2 threads on 2 cores:
-    141 against 126 tokens/s alone; below 6 against 20 beside eight busy processes), so the engine gets the
-    short spin that OpenMP itself takes on an oversubscribed machine. Variables that are set already win.
-    """
-    variables = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        variables["GOMP_SPINCOUNT"] = "1000"
-    return variables
 
 
 async def _run_until_signal(settings: WorkerSettings) -> int:

@@ -226,8 +226,10 @@ def measured(
 
 def main(words: Sequence[str] | None = None) -> None:
     parser, options = arguments(words)
-    # Libraries of threads read it when they load.
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    # Libraries of threads read it when they load; a worker tells its engine's process the same.
+    from pagemill.worker.threads import thread_variables
+
+    os.environ.update(thread_variables(options.threads))
     from pagemill.engine import EngineConfig, EngineError
     from pagemill.jobs.errors import PagemillError
     from pagemill.worker.models import resolve_model

@@ -17,7 +17,7 @@ from worker_place import Place, agree, eventually, rows_of, whole
 from pagemill.jobs import layout, tickets
 from pagemill.jobs.errors import ModelError, PagemillError, RedisUnavailable, StorageError
 from pagemill.jobs.storage import decide
-from pagemill.worker.main import main, run_worker, thread_variables
+from pagemill.worker.main import main, run_worker
 from pagemill.worker.settings import WorkerSettings
 
 SLOW: dict[str, Any] = {"sim_delay_ms": 100, "sim_max_seqs": 4, "max_rows_in_flight": 8}
@@ -306,12 +306,3 @@ def test_the_served_name_follows_the_model(tmp_path: Path) -> None:
     assert WorkerSettings(model="smollm2").model_name == "smollm2"
     assert WorkerSettings(model="owner/name").model_name == "owner/name"
     assert WorkerSettings(model="owner/name", name="llama").model_name == "llama"
-
-
-def test_the_engine_spins_briefly_for_work_unless_the_operator_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-    assert thread_variables(None) == {"GOMP_SPINCOUNT": "1000"}
-    assert thread_variables(3) == {"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "1000"}
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert thread_variables(None) == {}
