@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from faulty_s3 import FaultyS3, answer, cut_body, drop_reply, drop_request
+from faults.s3_proxy import FaultyS3, answer, cut_body, drop_reply, drop_request
 
 from pagemill.jobs.errors import DiskFull, ObjectNotFound, PreconditionFailed, StorageError
 from pagemill.jobs.storage import StorageOptions, decide, open_storage
