@@ -71,7 +71,7 @@ class Clients:
         life.ended = await self.wait(life.id)
         life.over = True
         self._say(f"{life.id}: {life.ended.state}")
-        if job.fate == "retry" and life.ended.failed:
+        if job.fate in ("retry", "cancel", "expire") and life.ended.failed:
             await self._retry(life)
 
     async def wait(self, job: str) -> JobStatus:
@@ -97,13 +97,12 @@ class Clients:
             if job.sender == "vanished":
                 return
         if job.sender == "twice":
-            call = lambda client: client.submit(job.data, model=MODEL, idempotency_key=job.id, **job.terms)  # noqa: E731
+            call = lambda client: client.submit(job.data, model=MODEL, idempotency_key=job.key, **job.terms)  # noqa: E731
             one, two = await asyncio.gather(
                 self._insist(lambda: call(self._client)), self._insist(lambda: call(self._other))
             )
-            if one.id != two.id:
-                life.wrong.append(f"one idempotency key gave two jobs, {one.id} and {two.id}")
-            life.id = one.id
+            if {one.id, two.id} != {life.id}:
+                life.wrong.append(f"its idempotency key gave the jobs {one.id} and {two.id}")
         else:
             await self._insist(lambda: self._client.submit(job.data, model=MODEL, job_id=life.id, **job.terms))
         life.submitted = True

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, Literal
 
 from pagemill.jobs.spec import default_seed, row_seed
+from pagemill.jobs.terms import chosen_id
 from pagemill.worker.simulated import made_up_text
 
 CHARS = 80
@@ -37,7 +38,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class ChaosJob:
-    """at: seconds after the start at which it is submitted; act_after: seconds from there to what its fate is.
+    """id: the job's, which for `twice` comes of its idempotency key. at: seconds after the start at which it is submitted; act_after: seconds from there to what its fate is.
 
     fate: run to the end; cancelled, deleted with force; a deadline of `act_after`; its failed rows run again;
         refused by its plan (`refusal`, the job's code).
@@ -47,6 +48,7 @@ class ChaosJob:
     """
 
     id: str
+    key: str
     at: float
     fate: Fate
     act_after: float
@@ -102,11 +104,14 @@ def _job(rng: Random, job: str, at: float, may_kill: bool) -> ChaosJob:
     if fate == "expire":
         terms["deadline"] = rng.uniform(2.0, 20.0)
         sender = "plain"
-    writer = _Writer(rng, job, count, poison, bad=0.0 if refusal else 0.06)
+    called = chosen_id(None, job) if sender == "twice" else job
+    assert called is not None
+    writer = _Writer(rng, called, count, poison, bad=0.0 if refusal else 0.06)
     if refusal == "invalid_json_line":
         writer.lines.append(b'{"prompt": "cut off')
     return ChaosJob(
-        id=job,
+        id=called,
+        key=job,
         at=at,
         fate=fate,
         act_after=rng.uniform(0.0, 12.0),
