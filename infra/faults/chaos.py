@@ -35,7 +35,7 @@ from servers import RedisServer, S3Address, s3_address
 from pagemill.jobs.client import Client
 from pagemill.jobs.storage import StorageOptions
 
-TTL_S = 2.0
+TTL_S = 3.0
 LEAVE_S = 20.0
 SCRATCH = "pagemill*"
 
@@ -49,7 +49,7 @@ class Options:
     workers: int = 3
     gap_s: float = 3.0
     jobs_per_minute: float = 20.0
-    drain_s: float = 120.0
+    drain_s: float = 180.0
 
 
 class Log:
@@ -97,10 +97,10 @@ def run(options: Options, *, loud: bool = False) -> tuple[dict[str, Any], Path |
         summary = _summary(options, findings, storm, weather, faulty_redis, took, time.monotonic() - began, fleet)
         for sentence in findings.said:
             log(sentence)
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     if findings.clean:
         shutil.rmtree(folder, ignore_errors=True)
         return summary, None
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1))
     return summary, folder
 
 
@@ -193,7 +193,7 @@ def _worker_variables() -> dict[str, str]:
     """Short times, so that what takes a lease to notice takes two seconds."""
     found = {
         "MODEL": MODEL, "ENGINE": "simulated", "LEASE_TTL_S": TTL_S, "SEAL_ROWS": 20, "SEAL_SECONDS": 0.5,
-        "RESCUE_SECONDS": 5, "STALL_TIMEOUT_S": 4, "STALL_TOKEN_S": 0, "MAX_ROWS_IN_FLIGHT": 32,
+        "RESCUE_SECONDS": 5, "STALL_TIMEOUT_S": 6, "STALL_TOKEN_S": 0, "MAX_ROWS_IN_FLIGHT": 32,
         "SIM_OUTPUT_CHARS": CHARS, "SIM_DELAY_MS": 150, "SIM_MAX_SEQS": 16, "REDIS_PATIENCE_S": 20,
     }  # fmt: skip
     return {f"PAGEMILL_{name}": str(value) for name, value in found.items()}
