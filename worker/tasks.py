@@ -169,8 +169,8 @@ class Leasing:
         self._shop.figures.tasks.labels(lease.kind, outcome).inc()
         log.info("%s of %s: %s", lease.task, lease.job, outcome)
         if pause and not self._leaving:
-            # The worker pauses, not the task: another one may well run what this one cannot. The slot waits a
-            # little too, or a store that refuses everything would be asked without end for one job after another.
+            # This worker leaves the job alone, not others: one of them may well run what it cannot. The slot
+            # waits a little too, or a store that refuses everything would be asked for one job after another.
             self._avoided[lease.job] = asyncio.get_running_loop().time() + pause
             await asyncio.sleep(min(pause, FIRST_PAUSE_S))
 

@@ -19,7 +19,9 @@ def main() -> int:
         " workers and the clients fail in every way there is; then reads every dataset and compares.",
     )
     usual = Options(minutes=1, seed=0)
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long faults and new jobs come (default 1)")
+    parser.add_argument(
+        "--minutes", type=float, default=1.0, help="how long faults and new jobs come (default 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides jobs and faults (default 0)")
     parser.add_argument("--workers", type=int, default=usual.workers)
     parser.add_argument("--gap", type=float, default=usual.gap_s, help="seconds between faults, on average")
@@ -39,7 +41,11 @@ def main() -> int:
         given.json.write_text(json.dumps(summary, indent=1) + "\n")
     for sentence in summary["found"]:
         print(sentence)
-    print("faults {faults}, rows {rows}, lost {lost}, doubled {doubled}, wrong counts {wrong_counts}".format(**summary))
+    print(
+        "faults {faults}, rows {rows}, lost {lost}, doubled {doubled}, wrong counts {wrong_counts}".format(
+            **summary
+        )
+    )
     print("jobs {jobs}, wrong rows {wrong_rows}, wrong ends {wrong_ends}, wrong replies {wrong_replies}, hung {hung},"
           " left behind {left_behind}, unforeseen {unforeseen}; drained in {drained_s} s".format(**summary))  # fmt: skip
     if kept is None:

@@ -94,7 +94,9 @@ def run(options: Options, *, loud: bool = False) -> tuple[dict[str, Any], Path |
             _live(options, storm, log, folder, through, prefix, server.url, faulty_redis.url, options_s3)
         )
         _end_workers(fleet, findings)
-        summary = _summary(options, findings, storm, weather, faulty_redis, took, time.monotonic() - began, fleet)
+        summary = _summary(
+            options, findings, storm, weather, faulty_redis, took, time.monotonic() - began, fleet
+        )
         for sentence in findings.said:
             log(sentence)
         (folder / "summary.json").write_text(json.dumps(summary, indent=1))
@@ -117,7 +119,9 @@ async def _live(
 ) -> tuple[Findings, float]:
     """Jobs and faults at once, then calm, then the inspection; and how long it took to drain."""
     seconds = options.minutes * 60
-    jobs = make_jobs(options.seed, seconds, per_minute=options.jobs_per_minute, kills=round(options.minutes / 2))
+    jobs = make_jobs(
+        options.seed, seconds, per_minute=options.jobs_per_minute, kills=round(options.minutes / 2)
+    )
     schedule = make_schedule(options.seed, seconds, gap_s=options.gap_s, ttl_s=TTL_S)
     env = {**os.environ, **through}
     async with (

@@ -80,7 +80,9 @@ def _signal(pid: int, number: int) -> None:
 class Fleet:
     """`count` workers. said: told in one line what happened."""
 
-    def __init__(self, folder: Path, count: int, variables: dict[str, str], said: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, count: int, variables: dict[str, str], said: Callable[[str], None]
+    ) -> None:
         self.folder, self.scratch = folder, folder / "scratch"
         self.scratch.mkdir()
         self._env = {**os.environ, **variables, "TMPDIR": str(self.scratch)}
@@ -134,7 +136,9 @@ class Fleet:
 
     def unforeseen(self) -> list[str]:
         """Exit codes and tracebacks that nothing explains."""
-        found = [f"{count} workers ended with {code}" for code, count in self.ends.items() if code not in ENDS]
+        found = [
+            f"{count} workers ended with {code}" for code, count in self.ends.items() if code not in ENDS
+        ]
         for log in sorted(self.folder.glob("worker-*.log")):
             count = log.read_text(errors="replace").count("Traceback (most recent call last)")
             if count:

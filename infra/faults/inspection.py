@@ -7,7 +7,7 @@ which faults there were.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from pagemill.jobs import layout
 from pagemill.jobs.client import Client
 from pagemill.jobs.errors import JobConflict, JobNotFound
 from pagemill.jobs.result import ResultRow
-from pagemill.jobs.status import TERMINAL, JobStatus
+from pagemill.jobs.status import JobStatus
 from pagemill.jobs.storage import read_json
 
 STOPS = {"cancelled": "batch_cancelled", "expired": "batch_expired"}
@@ -106,33 +106,21 @@ class Inspection:
         """By custom_id where it is one row's alone, else by row_index; retried jobs have other indexes."""
         if life.retry_of is None:
             return {str(row.row_index): row for row in life.job.rows}
-        failed = getattr(life.retry_of, "rows", {})
-        return {row.custom_id: self._again(row, life) for row in failed.values()
-                if row.error_code in life.codes}  # fmt: skip
+        failed = (row for row in life.retry_of.rows.values() if row.error_code in life.codes)
+        return {row.custom_id: self._again(row, life) for row in failed}
 
     def _again(self, row: ResultRow, life: Life) -> Expected:
         before = life.job.rows[row.row_index]
         return Expected(row.row_index, 0, row.custom_id, before.code, before.texts, before.seed)
 
     def _judge_rows(self, life: Life, state: str, rows: list[ResultRow], due: dict[str, Expected]) -> None:
-        found = self.findings
         retried = life.retry_of is not None
-        seen = Counter(row.custom_id if retried else str(row.row_index) for row in rows)
-        lost = due.keys() - seen.keys()
-        twice = sum(count - 1 for count in seen.values()) + len(seen.keys() - due.keys())
-        if lost:
-            found.note("lost", f"{life.id}: {_some(lost)}", len(lost))
-        if twice:
-            found.note("doubled", f"{life.id}: {_some(name for name, n in seen.items() if n > 1)}", twice)
+        judged = compare(rows, due, STOPS.get(state), by_id=retried)
+        for what, each in (("lost", judged.lost), ("doubled", judged.doubled), ("wrong_rows", judged.wrong)):
+            if each:
+                self.findings.note(what, f"{life.id} ({state}): {'; '.join(each[:SHOWN])}", len(each))
         if not retried:
-            life.rows = {row.row_index: row for row in rows}  # type: ignore[attr-defined]
-        wrong = []
-        for row in rows:
-            expected = due.get(row.custom_id if retried else str(row.row_index))
-            if expected is not None and (why := _differs(row, expected, STOPS.get(state), placed=not retried)):
-                wrong.append(f"row {row.row_index}: {why}")
-        if wrong:
-            found.note("wrong_rows", f"{life.id} ({state}): " + "; ".join(wrong[:SHOWN]), len(wrong))
+            life.rows = {row.row_index: row for row in rows}
 
     # -- ends and counts --------------------------------------------------------------------------------
 
@@ -148,7 +136,9 @@ class Inspection:
                 allowed = {"completed", "cancelled"} if not life.cancel_accepted else {"cancelled"}
         if status.state not in allowed:
             why = status.error_message or status.error_code
-            self.findings.note("wrong_ends", f"{life.id} is {status.state}, not {'/'.join(sorted(allowed))} {why}")
+            self.findings.note(
+                "wrong_ends", f"{life.id} is {status.state}, not {'/'.join(sorted(allowed))} {why}"
+            )
         if job.refusal and life.retry_of is None and status.error_code != job.refusal:
             self.findings.note("wrong_ends", f"{life.id} failed for {status.error_code}, not {job.refusal}")
         if life.ended is not None and life.ended.state != status.state:
@@ -167,17 +157,23 @@ class Inspection:
         for name, count in counted.items():
             for where, said in (("status", getattr(status, name)), ("manifest", manifest.get(name))):
                 if said != count:
-                    self.findings.note("wrong_counts", f"{life.id}: {where} says {name} {said}, it is {count}")
+                    self.findings.note(
+                        "wrong_counts", f"{life.id}: {where} says {name} {said}, it is {count}"
+                    )
         errors = dict(Counter(row.error_code for row in rows if row.error_code))
         if manifest.get("errors") != errors:
-            self.findings.note("wrong_counts", f"{life.id}: manifest says {manifest.get('errors')}, it is {errors}")
+            self.findings.note(
+                "wrong_counts", f"{life.id}: manifest says {manifest.get('errors')}, it is {errors}"
+            )
 
     # -- what is left -------------------------------------------------------------------------------------
 
     def _judge_objects(self, job: str) -> None:
         manifest = read_json(self._storage, layout.manifest(job)) or {"parts": []}
         plan = read_json(self._storage, layout.plan(job)) or {}
-        kept = {part["key"] for part in manifest["parts"]} | {entry["key"] for entry in plan.get("shards", ())}
+        kept = {part["key"] for part in manifest["parts"]} | {
+            entry["key"] for entry in plan.get("shards", ())
+        }
         for prefix in (layout.work(job), layout.parts(job), layout.shards(job)):
             for info in self._storage.list(prefix):
                 if info.key not in kept:
@@ -207,12 +203,47 @@ class Inspection:
             name = key.decode() if isinstance(key, bytes) else str(key)
             job, _, kind = name.removeprefix("pagemill:{").partition("}:")
             of_job = name.startswith("pagemill:{")
-            if of_job and kind.partition(":")[0] in ("leases", "pending", "holders", "segments", "trials", "running"):
+            if of_job and kind.partition(":")[0] in (
+                "leases",
+                "pending",
+                "holders",
+                "segments",
+                "trials",
+                "running",
+            ):
                 self.findings.note("left_behind", f"the key {name}")
             elif name.endswith((":ready", ":due")) or name == "pagemill:deadlines":
                 self.findings.note("left_behind", f"the key {name}: {await redis.zrange(name, 0, 3)}")
             elif name == "pagemill:models":
-                self.findings.note("left_behind", f"models with unfinished jobs: {await redis.smembers(name)}")
+                self.findings.note(
+                    "left_behind", f"models with unfinished jobs: {await redis.smembers(name)}"
+                )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Names of rows that are missing; of those that are too many; and what is wrong with which of the others."""
+
+    lost: list[str]
+    doubled: list[str]
+    wrong: list[str]
+
+
+def compare(
+    rows: Iterable[ResultRow], due: Mapping[str, Expected], stop: str | None, *, by_id: bool
+) -> Compared:
+    """A dataset against what was due, by row_index or by_id, which is also how `due` is keyed.
+
+    stop: the error code that may stand in the place of any row that the job was stopped before.
+    """
+    seen, wrong = Counter[str](), []
+    for row in rows:
+        name = row.custom_id if by_id else str(row.row_index)
+        seen[name] += 1
+        if name in due and (why := _differs(row, due[name], stop, placed=not by_id)):
+            wrong.append(f"row {row.row_index}: {why}")
+    too_many = [name for name, count in seen.items() for _ in range(count - (name in due))]
+    return Compared(sorted(due.keys() - seen.keys()), too_many, wrong)
 
 
 def _differs(row: ResultRow, due: Expected, stop: str | None, *, placed: bool) -> str:
@@ -234,9 +265,4 @@ def _differs(row: ResultRow, due: Expected, stop: str | None, *, placed: bool) -
     return "" if texts == due.texts else f"says {texts}, not {due.texts}"
 
 
-def _some(names: Iterable[str]) -> str:
-    shown = sorted(names)
-    return ", ".join(shown[:SHOWN]) + (", …" if len(shown) > SHOWN else "")
-
-
-__all__ = ["TERMINAL", "Findings", "Inspection"]
+__all__ = ["Compared", "Findings", "Inspection", "compare"]

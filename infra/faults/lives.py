@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from faults.workload import ChaosJob, Expected
+from faults.workload import ChaosJob
 
 from pagemill.jobs.client import Client
-from pagemill.jobs.errors import JobConflict, JobNotFound, PagemillError, RedisUnavailable, StorageError, UsageError
+from pagemill.jobs.errors import JobConflict, JobNotFound, RedisUnavailable, StorageError, UsageError
+from pagemill.jobs.result import ResultRow
 from pagemill.jobs.retry import CHOOSABLE
 from pagemill.jobs.status import JobStatus
 
@@ -43,12 +44,20 @@ class Life:
     retries: list[Life] = field(default_factory=list)
     codes: frozenset[str] = frozenset()
     wrong: list[str] = field(default_factory=list)
+    rows: dict[int, ResultRow] = field(default_factory=dict)  # as the inspection has read them
 
 
 class Clients:
     """Lives the lives of jobs. say: told in one line what happens."""
 
-    def __init__(self, client: Client, other: Client, folder: Path, variables: dict[str, str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        other: Client,
+        folder: Path,
+        variables: dict[str, str],
+        say: Callable[[str], None],
+    ) -> None:
         self._client, self._other, self._folder, self._env, self._say = client, other, folder, variables, say
 
     async def live(self, life: Life, began: float) -> None:
@@ -104,7 +113,9 @@ class Clients:
             if {one.id, two.id} != {life.id}:
                 life.wrong.append(f"its idempotency key gave the jobs {one.id} and {two.id}")
         else:
-            await self._insist(lambda: self._client.submit(job.data, model=MODEL, job_id=life.id, **job.terms))
+            await self._insist(
+                lambda: self._client.submit(job.data, model=MODEL, job_id=life.id, **job.terms)
+            )
         life.submitted = True
 
     async def _vanish(self, life: Life) -> None:
@@ -113,7 +124,16 @@ class Clients:
         path.write_bytes(life.job.data)
         flags = [f"--{name}={value}" for name, value in life.job.terms.items()]
         code = "from pagemill.jobs.cli import main; main()"
-        words = [sys.executable, "-c", code, "submit", str(path), f"--model={MODEL}", f"--job-id={life.id}", *flags]
+        words = [
+            sys.executable,
+            "-c",
+            code,
+            "submit",
+            str(path),
+            f"--model={MODEL}",
+            f"--job-id={life.id}",
+            *flags,
+        ]
         process = await asyncio.create_subprocess_exec(
             *words, env=self._env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
@@ -176,4 +196,4 @@ class Clients:
         self._say(f"{again.id}: {again.ended.state}")
 
 
-__all__ = ["MODEL", "Clients", "Expected", "Life", "PagemillError"]
+__all__ = ["MODEL", "Clients", "Life"]

@@ -123,7 +123,10 @@ class FaultyRedis:
             self._pairs.discard(pair)
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passes: Callable[[bytes], Awaitable[bool]]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        passes: Callable[[bytes], Awaitable[bool]],
     ) -> None:
         with suppress(OSError, asyncio.IncompleteReadError):
             while data := await reader.read(PIECE):

@@ -146,7 +146,11 @@ class FaultyS3:
     """
 
     def __init__(
-        self, upstream: str, weather: Callable[[Exchange], Fault | None] | None = None, *, remember: bool = True
+        self,
+        upstream: str,
+        weather: Callable[[Exchange], Fault | None] | None = None,
+        *,
+        remember: bool = True,
     ) -> None:
         self._weather = weather
         self._remember = remember

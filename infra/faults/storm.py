@@ -183,7 +183,9 @@ class Storm:
                 self._later(fault.lasts, lambda: one.fill_disk(False))
             case _:
                 raise ValueError(f"no such fault: {fault.kind}")
-        self._say(f"  it strikes {one.log.stem if 'all' not in fault.kind and 'storm' not in fault.kind else 'all'}")
+        self._say(
+            f"  it strikes {one.log.stem if 'all' not in fault.kind and 'storm' not in fault.kind else 'all'}"
+        )
 
     def _freeze(self, life: Life, seconds: float, *, engine: bool) -> None:
         life.freeze(engine=engine)

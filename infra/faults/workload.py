@@ -8,7 +8,6 @@ in its place, and nothing else may. This room may not know servers, workers or f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal
@@ -77,9 +76,7 @@ def _job(rng: Random, job: str, at: float, may_kill: bool) -> ChaosJob:
     fate: Fate = rng.choices(
         ("run", "cancel", "expire", "delete", "retry", "refused"), (50, 14, 10, 6, 12, 6)
     )[0]
-    sender: Sender = rng.choices(
-        ("plain", "twice", "again", "vanishing", "vanished"), (60, 10, 10, 12, 8)
-    )[0]
+    sender: Sender = rng.choices(("plain", "twice", "again", "vanishing", "vanished"), (60, 10, 10, 12, 8))[0]
     count = rng.choices((rng.randint(1, 12), rng.randint(20, 150), rng.randint(200, 900)), (45, 40, 15))[0]
     poison = rng.choices(("", "<<crash>>", "<<hang>>", "<<kill>>"), (80, 10, 5, 5))[0]
     if fate != "run" or (poison == "<<kill>>" and not may_kill):
@@ -146,7 +143,9 @@ class _Writer:
                 self.good(index, f"<<slow:{rng.randrange(50, 500)}>>" if rng.random() < 0.1 else "")
 
     def add(self, doc: dict[str, Any] | bytes, **expected: Any) -> None:
-        data = doc if isinstance(doc, bytes) else json.dumps(doc, ensure_ascii=self.rng.random() < 0.5).encode()
+        data = (
+            doc if isinstance(doc, bytes) else json.dumps(doc, ensure_ascii=self.rng.random() < 0.5).encode()
+        )
         self.lines.append(data)
         self.rows.append(Expected(row_index=len(self.rows), line=len(self.lines), **expected))
 
@@ -204,15 +203,9 @@ class _Writer:
             doc = {"custom_id": f"u-{index}", "method": "POST", "url": "/v1/images", "body": {"prompt": "x"}}
             self.add(doc, custom_id=f"u-{index}", code="url_mismatch", planned=True)
         else:
-            self.add({"prompt": "x", "temperature": "hot"}, custom_id=None, code="invalid_request", planned=True)
+            self.add(
+                {"prompt": "x", "temperature": "hot"}, custom_id=None, code="invalid_request", planned=True
+            )
 
 
 OPENINGS = ("Name a river.", "Übersetze:", "数を数えて", "What is", "Say why 🌧 falls:")
-
-
-def retried(rows: Iterator[tuple[Expected, str]]) -> list[Expected]:
-    """What a job of failed rows comes to. rows: each with the code that it ended with and that is retried."""
-    return [
-        Expected(number, number + 1, row.custom_id or f"row-{row.row_index}", row.code, row.texts, row.seed)
-        for number, (row, _) in enumerate(rows)
-    ]
