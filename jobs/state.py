@@ -82,8 +82,8 @@ class State(Observer):
         Jobs go by priority, then by fewest live leases, then by the oldest last lease; in a job, finalize
         goes before plan before shards by number. `fingerprint` None means "holds no model": then only tasks
         that need no engine (plans, finalizing, stopped shards). `context` is what the engine can hold,
-        None for "enough". `job` asks for one job's tasks only, `starved_only` for jobs nobody works on, `avoid`
-        for none of these jobs.
+        None for "enough". `job` asks for one job's tasks only, `starved_only` for jobs nobody works on,
+        `avoid` for none of these jobs.
         A refusal that nobody else's work outweighs is written to the job's `blocked_reason`.
         """
         args = (worker, nonce, ttl_ms, fingerprint or "", context or 0, f",{','.join(kinds)},", job or "")

@@ -3,8 +3,8 @@
 A read that breaks off goes on from the byte it had reached, on condition that the object is still the same
 one (If-Match), so that a long input is never read half from one upload and half from another. An object that
 says its own digest is held against it at its end: not every server sends checksums with what it is asked for,
-and a single wrong bit in a plan or a manifest would be believed. This room may not know how requests are made:
-it is given a function that opens the object at a byte.
+and a single wrong bit in a plan or a manifest would be believed. This room may not know how requests are
+made: it is given a function that opens the object at a byte.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pagemill.jobs.storage_s3_requests import Requests
 MOST_PARTS: Final = 10_000
 _MARK: Final = "pagemill-write"
 DIGEST: Final = "pagemill-md5"
-"""The metadata that says what the object's bytes are, in base64, for whoever reads it (storage_s3_read.py)."""
+"""The metadata that says what the object's bytes are, in base64, for storage_s3_read.py."""
 
 
 class Writer:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ENDS = frozenset({0, 5, 6, 7, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM})
-"""Exit codes that need no explanation: asked to (before it was up, too), storage or Redis away at the start, a
-sick engine, killed."""
+"""Exit codes that need no explanation: asked to (before it was up, too), storage or Redis away at the start,
+a sick engine, killed."""
 WATCH_S = 0.1
 FULL_AT = 256
 """Bytes a file may have on a disk that is full."""

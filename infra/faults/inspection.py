@@ -1,4 +1,4 @@
-"""What came of the jobs of a chaos run: every dataset read through the public client and held against what was due.
+"""What came of the jobs of a chaos run: every dataset read through the public client, against what was due.
 
 Then the counters against the dataset, and what is left behind in Redis and the store. This room may not know
 which faults there were.
@@ -23,6 +23,7 @@ from pagemill.jobs.storage import read_json
 
 STOPS = {"cancelled": "batch_cancelled", "expired": "batch_expired"}
 SHOWN = 5
+RUNNING_KEYS = frozenset({"leases", "pending", "holders", "segments", "trials", "running", "ledger"})
 
 
 @dataclass
@@ -200,29 +201,22 @@ class Inspection:
     async def _look_at_redis(self) -> None:
         redis: Any = (await self._client.state()).redis
         async for key in redis.scan_iter("pagemill:*", count=1000):
-            name = key.decode() if isinstance(key, bytes) else str(key)
-            job, _, kind = name.removeprefix("pagemill:{").partition("}:")
-            of_job = name.startswith("pagemill:{")
-            if of_job and kind.partition(":")[0] in (
-                "leases",
-                "pending",
-                "holders",
-                "segments",
-                "trials",
-                "running",
-            ):
+            name = key.decode()
+            if _only_while_running(name):
                 self.findings.note("left_behind", f"the key {name}")
-            elif name.endswith((":ready", ":due")) or name == "pagemill:deadlines":
-                self.findings.note("left_behind", f"the key {name}: {await redis.zrange(name, 0, 3)}")
-            elif name == "pagemill:models":
-                self.findings.note(
-                    "left_behind", f"models with unfinished jobs: {await redis.smembers(name)}"
-                )
+
+
+def _only_while_running(key: str) -> bool:
+    """Whether nobody may find this key when all jobs have ended."""
+    _, of_job, kind = key.partition("}:")
+    if of_job:
+        return kind.partition(":")[0] in RUNNING_KEYS
+    return key.endswith((":ready", ":due")) or key in ("pagemill:deadlines", "pagemill:models")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Names of rows that are missing; of those that are too many; and what is wrong with which of the others."""
+    """Names of rows that are missing, and of those that are too many; what is wrong with which of the others."""
 
     lost: list[str]
     doubled: list[str]
@@ -254,7 +248,8 @@ def _differs(row: ResultRow, due: Expected, stop: str | None, *, placed: bool) -
     if row.error_code is not None and row.error_code == stop and not due.planned:
         return ""
     if (row.error_code or "") != due.code:
-        return f"ended with {row.error_code or 'completed'}, not {due.code or 'completed'}: {row.error_message or ''}"
+        ended, why = row.error_code or "completed", row.error_message or ""
+        return f"ended with {ended}, not {due.code or 'completed'}: {why}"
     if due.planned:
         return ""
     if row.seed != due.seed:

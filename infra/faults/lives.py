@@ -106,9 +106,10 @@ class Clients:
             if job.sender == "vanished":
                 return
         if job.sender == "twice":
-            call = lambda client: client.submit(job.data, model=MODEL, idempotency_key=job.key, **job.terms)  # noqa: E731
+            terms = {"model": MODEL, "idempotency_key": job.key, **job.terms}
             one, two = await asyncio.gather(
-                self._insist(lambda: call(self._client)), self._insist(lambda: call(self._other))
+                self._insist(lambda: self._client.submit(job.data, **terms)),
+                self._insist(lambda: self._other.submit(job.data, **terms)),
             )
             if {one.id, two.id} != {life.id}:
                 life.wrong.append(f"its idempotency key gave the jobs {one.id} and {two.id}")

@@ -40,6 +40,7 @@ class FaultyRedis:
         self._losing = 0
         self._delay_s = 0.0
         self._deaf = False
+        self._hearing = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self.port = 0
@@ -64,7 +65,7 @@ class FaultyRedis:
 
     def cut(self) -> None:
         """Break every connection now."""
-        self._loop.call_soon_threadsafe(lambda: [pair.close() for pair in list(self._pairs)])
+        self._loop.call_soon_threadsafe(self._close_all)
 
     def lose_replies(self, count: int) -> None:
         """The next so many scripts run, and their callers' connections break instead of an answer."""
@@ -77,8 +78,11 @@ class FaultyRedis:
     def deaf(self, yes: bool) -> None:
         """Connections are taken and stay open, and nothing passes."""
         self._deaf = yes
-        if not yes:
-            self.cut()  # what was swallowed never arrives: let the callers try again
+        if yes:
+            self._loop.call_soon_threadsafe(self._hearing.clear)
+            return
+        self.cut()  # what was swallowed never arrives: let the callers try again
+        self._loop.call_soon_threadsafe(self._hearing.set)
 
     def calm(self) -> None:
         self._losing, self._delay_s = 0, 0.0
@@ -89,18 +93,22 @@ class FaultyRedis:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._hearing.set()
         server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0))
         self.port = server.sockets[0].getsockname()[1]
         self._started.set()
         self._loop.run_forever()
         server.close()
-        for pair in list(self._pairs):
-            pair.close()
+        self._close_all()
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
+
+    def _close_all(self) -> None:
+        for pair in list(self._pairs):
+            pair.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -147,8 +155,7 @@ class FaultyRedis:
         return await self._weather()
 
     async def _weather(self) -> bool:
-        while self._deaf:
-            await asyncio.sleep(0.05)
+        await self._hearing.wait()
         if self._delay_s:
             await asyncio.sleep(self._delay_s)
         return True

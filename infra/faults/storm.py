@@ -20,7 +20,6 @@ from faults.redis_proxy import FaultyRedis
 from faults.s3_proxy import (
     Exchange,
     Fault,
-    FaultyS3,
     answer,
     cut_body,
     damage_reply,

@@ -37,7 +37,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class ChaosJob:
-    """id: the job's, which for `twice` comes of its idempotency key. at: seconds after the start at which it is submitted; act_after: seconds from there to what its fate is.
+    """id: the job's, which for `twice` comes of its idempotency key, `key`.
+
+    at: seconds after the start at which it is submitted; act_after: seconds from there to what its fate is.
 
     fate: run to the end; cancelled, deleted with force; a deadline of `act_after`; its failed rows run again;
         refused by its plan (`refusal`, the job's code).
@@ -60,7 +62,7 @@ class ChaosJob:
 
 
 def make_jobs(seed: int, seconds: float, *, per_minute: float, kills: int) -> list[ChaosJob]:
-    """The jobs of a run of so many seconds. kills: how many of them may hold a row that kills whole workers."""
+    """The jobs of a run of so many seconds. kills: how many may hold a row that kills whole workers."""
     rng = Random(f"{seed}/jobs")
     jobs, at = list[ChaosJob](), 0.0
     while at < seconds * 0.9:

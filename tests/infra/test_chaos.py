@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(600)  # no more than a minute and a half where a core is free
 def test_a_short_run_loses_and_doubles_nothing(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "faults", "--minutes=0.5", "--seed=11", "--gap=1.3", "--jobs=30", "--drain=420",
+        [ROOT / "infra" / "chaos", "--minutes=0.5", "--seed=11", "--gap=1.3", "--jobs=30", "--drain=420",
          f"--json={tmp_path / 'summary.json'}"],
-        cwd=ROOT / "infra", capture_output=True, text=True,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -93,7 +92,7 @@ def test_what_came_out_as_it_was_due_is_clean(job: ChaosJob) -> None:
 def test_rows_that_are_lost_doubled_or_wrong_are_seen(job: ChaosJob) -> None:
     due = {str(row.row_index): row for row in job.rows}
     rows = [row_of(row) for row in job.rows]
-    judged = compare(rows[1:] + [rows[-1]], due, None, by_id=False)
+    judged = compare([*rows[1:], rows[-1]], due, None, by_id=False)
     assert judged.lost == ["0"]
     assert judged.doubled == [str(len(rows) - 1)]
     assert compare([*rows, replace(rows[0], row_index=10**6)], due, None, by_id=False).doubled == [str(10**6)]
