@@ -21,8 +21,8 @@ def parsed() -> argparse.Namespace:
     usual = Options(minutes=1, seed=0)
     parser = argparse.ArgumentParser(
         prog="infra/chaos",
-        description="Runs many jobs over several workers, with a simulated engine, while Redis, the S3"
-        " server, the workers and the clients fail in every way there is; then reads every dataset and compares.",
+        description="Many jobs over several workers with a simulated engine, while Redis, the S3 server, the"
+        " workers and the clients fail in every way there is; then every dataset is read and compared.",
     )
 
     def number(name: str, what: str, default: float) -> None:

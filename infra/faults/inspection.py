@@ -216,7 +216,7 @@ def _only_while_running(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Compared:
-    """Names of rows that are missing, and of those that are too many; what is wrong with which of the others."""
+    """Names of rows that are missing, and of those too many; what is wrong with which of the others."""
 
     lost: list[str]
     doubled: list[str]
