@@ -143,14 +143,32 @@ async def _live(
         inspection = Inspection(unhindered)
         for task in tasks:
             if not task.done():
+                inspection.findings.note(
+                    "hung", f"{task.get_name()}: its client still waits in {_where(task)}"
+                )
                 task.cancel()
-                inspection.findings.note("hung", f"{task.get_name()}: its client still waits")
             elif task.exception() is not None:
                 inspection.findings.note("wrong_replies", f"{task.get_name()}: {task.exception()!r}")
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(TTL_S)  # an attempt that was under way when its job ended
         everyone = [each for life in lives for each in (life, *life.retries)]
         return await inspection.look(everyone), took
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """The chain of coroutines that a task waits in, the innermost last."""
+    names, at = list[str](), task.get_coro()
+    while at is not None:
+        frame = (
+            getattr(at, "cr_frame", None) or getattr(at, "ag_frame", None) or getattr(at, "gi_frame", None)
+        )
+        names.append(f"{getattr(at, '__qualname__', type(at).__name__)}:{frame.f_lineno if frame else '?'}")
+        at = (
+            getattr(at, "cr_await", None)
+            or getattr(at, "ag_await", None)
+            or getattr(at, "gi_yieldfrom", None)
+        )
+    return " > ".join(names)
 
 
 async def _vanished(client: Client, lives: list[Life], deadline: float) -> None:
