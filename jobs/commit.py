@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +35,7 @@ from pagemill.jobs.parquet import (
     write_batches,
     write_rows,
 )
+from pagemill.jobs.scratch import scratch_folder
 from pagemill.jobs.storage import CHUNK_BYTES, Storage, decide, read_json, scratch_faults
 
 log = logging.getLogger(__name__)
@@ -311,10 +311,10 @@ def _fetched(stack: ExitStack, storage: Storage, segment: dict[str, Any]) -> Pat
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    with scratch_faults("make a temporary folder"):
-        folder = tempfile.TemporaryDirectory(prefix="pagemill-", ignore_cleanup_errors=True)
-    with folder as name:
-        yield Path(name)
+    with ExitStack() as stack:
+        with scratch_faults("make a temporary folder"):
+            folder = stack.enter_context(scratch_folder())
+        yield folder
 
 
 def _row_index(row: ResultRow) -> int:

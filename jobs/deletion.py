@@ -27,13 +27,25 @@ async def delete_job(state: State, storage: Storage, job: str) -> None:
     known = await state.status(job)
     if known is None and not deleted:
         await asyncio.to_thread(_check_ended, storage, job)
-    if known is not None and not known.terminal:
+    if known is not None and not known.terminal and not deleted:
         raise JobConflict(f"Job {job} is {known.state}: cancel it first.")
     if not deleted:
         await asyncio.to_thread(decide, storage, layout.tombstone(job), {"job": job, "at": time.time()})
     with suppress(JobNotFound):
-        await state.delete(job)
+        await state.delete(job, decided=True)
     await asyncio.to_thread(_delete_objects, storage, job)
+
+
+async def forget_deleted(state: State, storage: Storage, job: str) -> bool:
+    """Whether the job was deleted; then Redis forgets it, which it may have known again from an older copy.
+
+    Raises StorageError.
+    """
+    if await asyncio.to_thread(storage.head, layout.tombstone(job)) is None:
+        return False
+    with suppress(JobNotFound):
+        await state.delete(job, decided=True)
+    return True
 
 
 def _check_ended(storage: Storage, job: str) -> None:

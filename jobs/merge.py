@@ -8,9 +8,8 @@ into longer runs on the local disk. This room may not know where sources come fr
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +19,7 @@ import pyarrow.compute as pc
 
 from pagemill.jobs.errors import StorageError
 from pagemill.jobs.parquet import BATCH_BYTES, BATCH_ROWS, SCHEMA
+from pagemill.jobs.scratch import scratch_folder
 from pagemill.jobs.storage import scratch_faults
 
 FAN_IN: Final = 32
@@ -44,14 +44,14 @@ def merge(sources: Iterable[Source], *, fan_in: int = FAN_IN) -> Iterator[pa.Rec
     if _overlap(runs) <= fan_in:
         yield from _merged(runs)
         return
-    with scratch_faults("make a temporary folder"):
-        folder = tempfile.TemporaryDirectory(prefix="pagemill-merge-")
-    with folder as name:
+    with ExitStack() as stack:
+        with scratch_faults("make a temporary folder"):
+            folder = stack.enter_context(scratch_folder())
         level = 0
         while _overlap(runs) > fan_in:
             level += 1
             groups = [runs[i : i + fan_in] for i in range(0, len(runs), fan_in)]
-            runs = [_spilled(group, Path(name) / f"{level}-{i}") for i, group in enumerate(groups)]
+            runs = [_spilled(group, folder / f"{level}-{i}") for i, group in enumerate(groups)]
         yield from _merged(runs)
 
 

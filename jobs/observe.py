@@ -57,8 +57,10 @@ class Observer:
     async def check_protocol(self) -> None:
         """Claims a fresh Redis for our version. Raises ProtocolMismatch when it holds another one's state."""
         name = f"{self.prefix}:protocol"
-        await self.scripts.patiently(lambda: _reply(self.redis.set(name, PROTOCOL, nx=True)))
-        theirs = decoded(await self.scripts.patiently(lambda: _reply(self.redis.get(name))))
+        theirs = None
+        while theirs is None:  # a server that is flushed between the two has said nothing
+            await self.scripts.patiently(lambda: _reply(self.redis.set(name, PROTOCOL, nx=True)))
+            theirs = decoded(await self.scripts.patiently(lambda: _reply(self.redis.get(name))))
         if theirs != str(PROTOCOL):
             raise protocol_mismatch(theirs)
 

@@ -27,6 +27,7 @@ from typing import Any, Final
 import zstandard
 
 from pagemill.jobs import layout
+from pagemill.jobs.arrival import Arrival
 from pagemill.jobs.commit import check_part
 from pagemill.jobs.duplicates import Identities
 from pagemill.jobs.errors import (
@@ -198,14 +199,20 @@ class _Planner:
         self.pace.check()
         try:
             with self.storage.open(source.key, if_match=source.etag) as stream:
+                arrival = Arrival(stream, source.sha256, source.key)
                 lines = read_lines(
-                    stream,
+                    arrival,
                     suffix=source.suffix,
                     max_line_bytes=self.spec.max_line_bytes,
                     max_expanded_bytes=expansion_limit(self.spec),
                 )
-                for line in lines:
-                    self.take(line)
+                try:
+                    for line in lines:
+                        self.take(line)
+                except PlanRefused:
+                    arrival.check()  # a refusal is for good: not for a fault of the line
+                    raise
+                arrival.check()
             after = self.storage.head(source.key)
         except (PreconditionFailed, ObjectNotFound):
             after = None

@@ -25,16 +25,18 @@ from typing import Any, Final
 
 from pagemill.jobs import layout, tickets
 from pagemill.jobs.commit import list_segments
-from pagemill.jobs.errors import JobConflict, JobNotFound, ObjectNotFound, StorageError
+from pagemill.jobs.errors import JobConflict, JobNotFound, ObjectNotFound, RedisUnavailable, StorageError
 from pagemill.jobs.parquet import read_batches
 from pagemill.jobs.remembered import output_url
 from pagemill.jobs.spec import JobSpec
-from pagemill.jobs.state import State, new_nonce
+from pagemill.jobs.state import LeaseLost, State, new_nonce
 from pagemill.jobs.status import Totals
 from pagemill.jobs.stopping import stop_that_counts
 from pagemill.jobs.storage import Storage, decide, read_json
 
 HOLD_MS: Final = 30_000
+REBUILDS: Final = 5
+"""How often a rebuild begins anew that Redis forgot in the middle of it."""
 SECOND: Final = 1_000_000
 """Added to the number of a segment whose number another one has; no holder ever gets that far."""
 AT_ONCE: Final = 16
@@ -55,8 +57,20 @@ class Restored:
 async def restore(state: State, storage: Storage, job: str, *, hold_ms: int = HOLD_MS) -> Restored:
     """Makes Redis know a job again, as far as its objects tell, and puts out tickets for what is left to do.
 
-    Raises JobNotFound when the store holds no such job either, JobConflict when it was deleted, StorageError.
+    Raises JobNotFound when the store holds no such job either, JobConflict when it was deleted, StorageError,
+    RedisUnavailable.
     """
+    for _ in range(REBUILDS):
+        with contextlib.suppress(_LostAgain):
+            return await _restore(state, storage, job, hold_ms)
+    raise RedisUnavailable(f"Redis loses job {job} again while it is rebuilt: see why it forgets.")
+
+
+class _LostAgain(Exception):
+    """Redis has forgotten the job, or our hold of it, while we told it what the objects say."""
+
+
+async def _restore(state: State, storage: Storage, job: str, hold_ms: int) -> Restored:
     known = await state.status(job)
     if known is not None:
         return Restored(job, False, known.state)
@@ -66,9 +80,13 @@ async def restore(state: State, storage: Storage, job: str, *, hold_ms: int = HO
         spec, output_url(storage, job), epoch=epoch, token=token, hold_ms=hold_ms
     )
     if not created.existed:
-        async with _held(state, job, token, hold_ms):
-            await _tell(state, storage, job, token)
-        await state.hold(job, token, 0)
+        try:
+            async with _held(state, job, token, hold_ms):
+                await _tell(state, storage, job, token)
+            await state.hold(job, token, 0)
+        except (JobNotFound, LeaseLost) as error:
+            # It was flushed, or restored from a copy that another rebuild had begun in.
+            raise _LostAgain from error
         waiting = await state.runnable(spec.model, tickets.SLOTS)
         await tickets.send(state.redis, spec.model, waiting, prefix=state.prefix)
     now = await state.status(job)

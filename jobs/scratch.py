@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Final
 
 PREFIX: Final = "pagemill-scratch-"
 _LOCK: Final = "lock"
+YOUNG_S: Final = 60.0
+"""A folder without a lock is being made, or was left so by somebody who died at it; then it is older."""
 
 
 @contextmanager
@@ -47,11 +50,18 @@ def _locked(folder: Path) -> int:
 
 
 def _sweep(base: Path) -> None:
-    for lock in base.glob(f"{PREFIX}*/{_LOCK}"):
+    for folder in base.glob(f"{PREFIX}*"):
         with suppress(OSError):  # somebody else's folder, or somebody else is sweeping it
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            if _abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)
+
+
+def _abandoned(folder: Path) -> bool:
+    return not (folder / _LOCK).exists() and folder.stat().st_mtime < time.time() - YOUNG_S

@@ -75,18 +75,20 @@ class State(Observer):
         kinds: Sequence[Kind] = KINDS,
         job: str | None = None,
         starved_only: bool = False,
+        avoid: Iterable[str] = (),
     ) -> Lease | None:
         """The best task that this worker may run, or None.
 
         Jobs go by priority, then by fewest live leases, then by the oldest last lease; in a job, finalize
         goes before plan before shards by number. `fingerprint` None means "holds no model": then only tasks
         that need no engine (plans, finalizing, stopped shards). `context` is what the engine can hold,
-        None for "enough". `job` asks for one job's tasks only, `starved_only` for jobs nobody works on.
+        None for "enough". `job` asks for one job's tasks only, `starved_only` for jobs nobody works on,
+        `avoid` for none of these jobs.
         A refusal that nobody else's work outweighs is written to the job's `blocked_reason`.
         """
         args = (worker, nonce, ttl_ms, fingerprint or "", context or 0, f",{','.join(kinds)},", job or "")
         key = f"{self.prefix}:model:{model}:ready"
-        reply = await self.scripts.call("lease", key, self.prefix, model, *args, int(starved_only))
+        reply = await self.scripts.call("lease", key, self.prefix, model, *args, int(starved_only), *avoid)
         return None if reply[0] == "none" else _lease(reply, ttl_ms)
 
     async def renew(self, worker: str, leases: Iterable[tuple[str, str, str]], ttl_ms: int) -> list[Renewal]:
@@ -217,9 +219,12 @@ class State(Observer):
         """Takes the worker out of the registry at once instead of when its heartbeat runs out."""
         await self.scripts.call("goodbye", f"{self.prefix}:worker:{worker}", self.prefix, worker)
 
-    async def delete(self, job: str, *, tombstone_s: int = 30 * 86_400) -> None:
-        """Forgets a job that has ended; its id stays refused. Raises JobConflict while it has not ended."""
-        await self._call("delete", job, tombstone_s * 1000)
+    async def delete(self, job: str, *, tombstone_s: int = 30 * 86_400, decided: bool = False) -> None:
+        """Forgets a job that has ended; its id stays refused. Raises JobConflict while it has not ended.
+
+        decided: the store holds its tombstone; then it had ended, whatever this Redis remembers.
+        """
+        await self._call("delete", job, tombstone_s * 1000, int(decided))
 
     async def _create(
         self, spec: JobSpec, output: str, *, epoch: int = 1, token: str = "", hold_ms: int = 0

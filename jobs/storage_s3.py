@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, TypeVar, cast
 
 from pagemill.jobs.errors import ObjectNotFound, PreconditionFailed
+from pagemill.jobs.scratch import scratch_folder
 from pagemill.jobs.storage import (
     CHUNK_BYTES,
     ObjectInfo,
@@ -22,12 +22,17 @@ from pagemill.jobs.storage import (
     check_prefix,
     scratch_faults,
 )
-from pagemill.jobs.storage_s3_read import ObjectReader
+from pagemill.jobs.storage_s3_read import Damaged, ObjectReader
 from pagemill.jobs.storage_s3_requests import RETRY_DELAYS, Requests
-from pagemill.jobs.storage_s3_write import Writer, pieces
+from pagemill.jobs.storage_s3_write import DIGEST, Writer, pieces
 
 PART_BYTES: Final = 32 << 20
 """What larger objects are cut into on upload: 312 GiB at most for a stream, and two parts in memory."""
+
+READS: Final = 3
+"""How often an object is read that arrives damaged, before its reader is told."""
+
+T = TypeVar("T")
 
 
 class S3Storage(Storage):
@@ -65,7 +70,7 @@ class S3Storage(Storage):
                 wanted["Range"] = f"bytes={start}-"
             return self._requests.call(f"read {full}", "get_object", Key=full, **wanted)
 
-        reader = ObjectReader(get, f"{key} in {self.url}", if_match, self._requests.delays)
+        reader = ObjectReader(get, f"{key} in {self.url}", if_match, self._requests.delays, DIGEST)
         return cast("BinaryIO", io.BufferedReader(reader, CHUNK_BYTES))
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -108,11 +113,19 @@ class S3Storage(Storage):
 
     @contextmanager
     def as_file(self, key: str) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
-            path = Path(folder) / key.rpartition("/")[2]
+        def fetch() -> None:
             with scratch_faults(f"fetch {key}"), self.open(key) as stream, path.open("wb") as out:
                 out.writelines(pieces(stream, CHUNK_BYTES))
+
+        with ExitStack() as stack:
+            with scratch_faults("make a temporary folder"):
+                folder = stack.enter_context(scratch_folder())
+            path = folder / key.rpartition("/")[2]
+            _undamaged(fetch)
             yield path
+
+    def get(self, key: str) -> bytes:
+        return _undamaged(lambda: super(S3Storage, self).get(key))
 
     def check(self) -> None:
         requests = self._requests.hurried()
@@ -146,3 +159,10 @@ class S3Storage(Storage):
             if not page.get("IsTruncated"):
                 return
             parameters["ContinuationToken"] = page["NextContinuationToken"]
+
+
+def _undamaged(read: Callable[[], T]) -> T:
+    for _ in range(READS - 1):
+        with suppress(Damaged):
+            return read()
+    return read()

@@ -25,6 +25,8 @@ from pagemill.jobs.storage_s3_requests import Requests
 
 MOST_PARTS: Final = 10_000
 _MARK: Final = "pagemill-write"
+DIGEST: Final = "pagemill-md5"
+"""The metadata that says what the object's bytes are, in base64, for storage_s3_read.py."""
 
 
 class Writer:
@@ -85,7 +87,7 @@ class Writer:
                 body,
                 ContentLength=size,
                 ContentMD5=digest,
-                Metadata={_MARK: mark},
+                Metadata={_MARK: mark, DIGEST: digest},
             )
         except PreconditionFailed:
             found = self._ours(key, mark)

@@ -27,6 +27,10 @@ settings.register_profile("pagemill", deadline=None, suppress_health_check=[Heal
 settings.load_profile("pagemill")
 
 
+# infra/faults/: the proxies that tests share with the chaos run.
+sys.path.insert(0, str(Path(__file__).parent.parent / "infra"))
+
+
 def _load_servers() -> ModuleType:
     """infra/ is no package: what tests share with the command line is loaded from its file."""
     name = "pagemill_infra_servers"

@@ -57,8 +57,8 @@ async def run_shard(shop: Workshop, guard: Guard, *, urgent: bool = False, isola
     record = await shop.insist(guard, lambda: read_commit(shop.storage, job, shard))
     if record is None:
         await _heed_stop(shop, guard)
-        await _same_weights(shop, guard)
         spec, plan = await shop.spec(guard), await shop.plan(guard)
+        await _same_weights(shop, guard)
         entry = next(entry for entry in plan["shards"] if entry["shard"] == shard)
         rows = await shop.insist(guard, lambda: read_texts(shop.storage, entry))
         record = await ShardRun(shop, guard, spec, entry, rows, urgent, isolated).run()

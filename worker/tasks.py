@@ -3,9 +3,9 @@
 Whatever wakes it (a ticket, a task that ended, a second gone by), it asks for the best runnable task while a
 slot is free. When all are taken it still asks for jobs that nobody works on, and runs one of those in an
 extra slot: a small job starts at once behind a huge one. Of models that it may load but has not, it takes
-what needs no engine, in slots of their own. A task that raises gives its lease back, costs its slot a pause,
-and after some times says in its job what is wrong; nothing is ever stuck, and nothing silent. This room
-may not know what arq is.
+what needs no engine, in slots of their own. A task that raises gives its lease back, and this worker leaves
+its job alone for a while, so that jobs behind it have their turn; after some times it says in the job what
+is wrong. Nothing is ever stuck, and nothing silent. This room may not know what arq is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pagemill.jobs import layout, tickets
+from pagemill.jobs.deletion import forget_deleted
 from pagemill.jobs.errors import (
     DiskFull,
     JobConflict,
@@ -79,6 +80,7 @@ class Leasing:
         self._filling = asyncio.Lock()
         self._leaving = False
         self._failures: Counter[tuple[str, str]] = Counter()
+        self._avoided: dict[str, float] = {}  # jobs that failed here, and until when they are left alone
         self.engine: EngineInfo | None = None
 
     @property
@@ -186,7 +188,13 @@ class Leasing:
             context=engine.context if engine else None,
             kinds=KINDS,
             starved_only=starved_only,
+            avoid=self._avoiding(),
         )
+
+    def _avoiding(self) -> list[str]:
+        now = asyncio.get_running_loop().time()
+        self._avoided = {job: until for job, until in self._avoided.items() if until > now}
+        return list(self._avoided)
 
     def _begin(self, lease: Lease, *, extra: bool = False, side: bool = False) -> None:
         log.info("%s of %s leased (attempt %d)", lease.task, lease.job, lease.attempt)
@@ -208,11 +216,13 @@ class Leasing:
         self._shop.figures.tasks.labels(lease.kind, outcome).inc()
         log.info("%s of %s: %s", lease.task, lease.job, outcome)
         if pause and not self._leaving:
-            # The slot pauses, not the task: another worker may well run what this one cannot.
-            await asyncio.sleep(pause)
+            # This worker leaves the job alone, not others: one of them may well run what it cannot. The slot
+            # waits a little too, or a store that refuses everything would be asked for one job after another.
+            self._avoided[lease.job] = asyncio.get_running_loop().time() + pause
+            await asyncio.sleep(min(pause, FIRST_PAUSE_S))
 
     async def _outcome(self, slot: _Slot) -> tuple[Outcome, float]:
-        """Run the task. Whatever it raises ends here: how it ended, and how long its slot pauses."""
+        """Run the task. Whatever it raises ends here: how it ended, and how long its job is left alone."""
         guard, lease = slot.guard, slot.lease
         try:
             await self._do(slot)
@@ -229,6 +239,8 @@ class Leasing:
                 self._shop.rescue.job(lease.job)
             return "moot", 0.0
         except Exception as error:
+            if isinstance(error, StorageError) and await self._deleted(guard):
+                return "moot", 0.0
             return "failed", await self._failed(guard, error)
         finally:
             self._shop.heartbeat.drop(guard)
@@ -278,7 +290,7 @@ class Leasing:
             settling.cancel()
 
     async def _failed(self, guard: Guard, error: Exception) -> float:
-        """Give the task back, say so where people look, and tell how long to pause."""
+        """Give the task back, say so where people look, and tell how long to leave its job alone."""
         lease = guard.lease
         key = (lease.job, lease.task)
         self._failures[key] += 1
@@ -298,6 +310,16 @@ class Leasing:
                 lease.job, one_line(f"{lease.task} failed {times} times on {worker}: {what}")
             )
         return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(times - 1, 10))
+
+    async def _deleted(self, guard: Guard) -> bool:
+        """Whether the job's objects are gone because it was deleted, which this Redis has forgotten."""
+        try:
+            deleted = await forget_deleted(self._shop.state, self._shop.storage, guard.lease.job)
+        except StorageError:
+            return False
+        if deleted:
+            log.warning("%s was deleted, and Redis had forgotten that", guard.lease.job)
+        return deleted
 
     async def _hand_back(self, guard: Guard) -> None:
         self._shop.heartbeat.drop(guard)

@@ -108,6 +108,15 @@ local function retire(job)
   end
 end
 
+-- The keys of a job that only a running one needs.
+local function wipe(root)
+  -- Segments of shards whose commit this state never heard of (it was restored from an older copy, say).
+  for _, shard in ipairs(redis.call('HKEYS', root .. ':ledger')) do redis.call('DEL', root .. ':segments:' .. shard) end
+  for _, key in ipairs({ 'pending', 'leases', 'holders', 'fences', 'attempts', 'strikes', 'trials', 'ledger', 'running' }) do
+    redis.call('DEL', root .. ':' .. key)
+  end
+end
+
 -- When this server started. Leases that ran out while it was down could not be renewed, so a restart gives each
 -- of them one more ttl. The uptime is cut to seconds, which errs on the side of waiting.
 local function boot(now)

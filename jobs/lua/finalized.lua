@@ -13,11 +13,7 @@ touch(root, now, 'total', ARGV[4], 'completed', ARGV[5], 'failed', ARGV[6], 'pro
   'completion_tokens', ARGV[8], 'cached_tokens', ARGV[9], 'error_code', ARGV[10], 'error_message', ARGV[11],
   'finished_at', ARGV[12] ~= '' and ARGV[12] or seconds(now), 'blocked_reason', '', unpack(IDLE))
 retire(job)
--- Segments of shards whose commit this state never heard of (it was restored from an older copy, say).
-for _, shard in ipairs(redis.call('HKEYS', root .. ':ledger')) do redis.call('DEL', root .. ':segments:' .. shard) end
-for _, key in ipairs({ 'pending', 'leases', 'holders', 'fences', 'attempts', 'strikes', 'trials', 'ledger', 'running' }) do
-  redis.call('DEL', root .. ':' .. key)
-end
+wipe(root)
 local retention = tonumber(get(meta, 'retention'))
 for _, key in ipairs({ root, meta, root .. ':parts', root .. ':events' }) do
   redis.call('EXPIRE', key, math.max(retention, 60))

@@ -1,9 +1,12 @@
 -- Leases the best task of a model to a worker. ARGV: prefix, model, worker, nonce, ttl ms, fingerprint ("": holds no
--- model), context (0: no limit known), kinds (",plan,shard,"), job ("": any), starved ("1": only jobs without a lease).
+-- model), context (0: no limit known), kinds (",plan,shard,"), job ("": any), starved ("1": only jobs without a lease), then jobs
+-- that this worker leaves alone for now.
 -- Twice: the same nonce gets the same lease, made fresh, as long as nobody else has taken the task.
 -- Costs O(log n) in jobs and tasks, plus one look at each job that is refused before one is found.
 local model, worker, nonce, ttl = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local fingerprint, context, kinds, only, starved = ARGV[6], tonumber(ARGV[7]), ARGV[8], ARGV[9], ARGV[10] == '1'
+local avoided = {}
+for i = 11, #ARGV do avoided[ARGV[i]] = true end
 local now = clock()
 local nonce_key = PREFIX .. ':nonce:' .. nonce
 
@@ -54,6 +57,7 @@ end
 -- The task to take from this job, and what is known of the job; or nil. A refusal is told where people look, unless
 -- others work on the job.
 local function choose(job)
+  if avoided[job] then return nil end
   local root = root_of(job)
   local task = redis.call('ZRANGE', root .. ':pending', 0, 0)[1]
   local kind = task and string.match(task, '^%a+')

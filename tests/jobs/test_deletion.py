@@ -10,9 +10,11 @@ from fake_worker import unique, work
 
 from pagemill.jobs import layout
 from pagemill.jobs.client import Client, Job
+from pagemill.jobs.deletion import forget_deleted
 from pagemill.jobs.errors import JobConflict, JobNotFound, StorageError
 from pagemill.jobs.recover import restore_all
-from pagemill.jobs.storage import Storage
+from pagemill.jobs.state import new_nonce
+from pagemill.jobs.storage import Storage, decide
 
 
 @pytest.fixture
@@ -99,3 +101,18 @@ async def test_what_a_failure_left_goes_when_it_is_deleted_again(
 
 def _refuse() -> None:
     raise StorageError("The store refuses.")
+
+
+async def test_a_tombstone_counts_against_a_redis_that_thinks_the_job_runs(client: Client) -> None:
+    """Restored from an older copy, it may not hold up what was decided in the store."""
+    job, model = await submitted(client)
+    state = await client.state()
+    await work(state, client.storage, model, tasks=1)
+    assert not await forget_deleted(state, client.storage, job.id)
+    decide(client.storage, layout.tombstone(job.id), {"job": job.id})
+    await client.delete(job)
+    await gone(client, job)
+    assert await state.redis.keys(f"{state.key(job.id)}*") == [f"{state.key(job.id)}:tombstone".encode()]
+    assert await state.lease(model, worker="w", nonce=new_nonce(), ttl_ms=1000) is None
+    assert not await state.redis.sismember("pagemill:models", model)
+    assert await forget_deleted(state, client.storage, job.id)

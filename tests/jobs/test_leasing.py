@@ -558,3 +558,17 @@ async def test_a_worker_may_serve_models_with_any_name(state: State) -> None:
     job = await planned_job(state, 1, model=odd)
     await state.heartbeat(WorkerInfo("w1", models=(odd,)), 60_000)
     assert (await leased(state, odd, nonce=new_nonce())).job == job
+
+
+async def test_an_avoided_job_does_not_stand_in_the_way_of_the_next(state: State) -> None:
+    first, second = make_spec(priority=5), make_spec()
+    for spec in (first, second):
+        await state.create(spec, "out")
+    taken = await lease(state, avoid=[first.job])
+    assert taken is not None
+    assert taken.job == second.job
+    assert await lease(state, avoid=[first.job, second.job]) is None
+    assert await lease(state, avoid=[first.job], job=first.job) is None
+    taken = await lease(state)
+    assert taken is not None
+    assert taken.job == first.job

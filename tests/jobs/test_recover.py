@@ -10,9 +10,9 @@ import pytest
 from fake_worker import answered, do, rows_of, seal_some, take, work
 from job_steps import MODEL, make_spec
 
-from pagemill.jobs import layout
+from pagemill.jobs import layout, recover
 from pagemill.jobs.commit import write_segment
-from pagemill.jobs.errors import JobConflict, JobNotFound, StorageError
+from pagemill.jobs.errors import JobConflict, JobNotFound, RedisUnavailable, StorageError
 from pagemill.jobs.recover import restore, restore_all, unfinished
 from pagemill.jobs.remembered import output_url
 from pagemill.jobs.spec import InputRef, JobSpec
@@ -36,8 +36,8 @@ async def submit(state: State, storage: Storage, **changes: Any) -> JobSpec:
 
 
 async def flush(state: State) -> None:
-    keys = await state.redis.keys(f"{state.prefix}:*")
-    await state.redis.delete(*keys)
+    if keys := await state.redis.keys(f"{state.prefix}:*"):
+        await state.redis.delete(*keys)
 
 
 async def status(state: State, job: str) -> JobStatus:
@@ -244,3 +244,52 @@ async def test_a_commit_record_that_cannot_be_read_fails_the_rebuild_in_one_sent
     local_storage.put(key, b"{")
     with pytest.raises(StorageError):
         await restore(state, local_storage, spec.job)
+
+
+@pytest.mark.parametrize("instead", ["nothing", "another rebuild"])
+async def test_a_redis_that_forgets_again_in_the_middle_of_a_rebuild_is_told_again(
+    state: State, local_storage: Storage, monkeypatch: pytest.MonkeyPatch, instead: str
+) -> None:
+    spec = await submit(state, local_storage)
+    await work(state, local_storage, MODEL, tasks=2)
+    before = lasting(await status(state, spec.job))
+    real, left = recover._tell, [1]
+
+    async def forgetful(*args: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            await flush(state)
+            if instead == "another rebuild":
+                output = output_url(local_storage, spec.job)
+                await state.create_held(spec, output, epoch=9, token="theirs", hold_ms=1)
+                await real(state, local_storage, spec.job, "theirs")
+                await state.hold(spec.job, "theirs", 0)
+        await real(*args)
+
+    monkeypatch.setattr(recover, "_tell", forgetful)
+    await flush(state)
+    restored = await restore(state, local_storage, spec.job)
+    assert restored.rebuilt == (instead == "nothing")
+    assert lasting(await status(state, spec.job)) == before
+    left[0] = 10**6
+    await flush(state)
+    if instead == "nothing":
+        with pytest.raises(RedisUnavailable, match=r"loses job .* again"):
+            await restore(state, local_storage, spec.job)
+
+
+async def test_a_flush_between_two_looks_at_the_protocol_is_no_mismatch(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = state.redis.get
+    left = [2]
+
+    async def flushed(name: str) -> Any:
+        if left[0]:
+            left[0] -= 1
+            await flush(state)
+        return await real(name)
+
+    monkeypatch.setattr(state.redis, "get", flushed)
+    await state.check_protocol()
+    assert left == [0]

@@ -46,3 +46,40 @@ def test_a_folder_that_is_just_being_made_is_left_alone(tmp_path: Path) -> None:
     with scratch_folder(tmp_path):
         assert young.exists()
     os.close(descriptor)
+
+
+def test_a_folder_whose_maker_died_before_the_lock_goes_when_it_is_old(tmp_path: Path) -> None:
+    for name in ("old", "young"):
+        (tmp_path / f"{PREFIX}{name}").mkdir()
+        (tmp_path / f"{PREFIX}{name}" / "lock.new").touch()
+    os.utime(tmp_path / f"{PREFIX}old", (0, 0))
+    with scratch_folder(tmp_path) as mine:
+        assert sorted(tmp_path.iterdir()) == sorted([mine, tmp_path / f"{PREFIX}young"])
+
+
+def test_whoever_writes_reads_or_merges_temporary_files_is_swept_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them in a process that dies in the middle; the next one of any kind takes away what is left."""
+    code = """
+import os, sys
+from contextlib import contextmanager
+from pathlib import Path
+from pagemill.jobs import commit, merge
+from pagemill.jobs.merge import Source
+def die(*_, **__):
+    os._exit(0)
+if sys.argv[1] == "segment":
+    commit.write_rows = die
+    commit.write_segment(None, "job", 0, "1", 0, [])
+else:
+    merge._spilled = die
+    list(merge.merge([Source(0, 9, None)] * 3, fan_in=2))
+"""
+    for what in ("segment", "merge"):
+        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", code, what], check=True, env=environment)
+        assert len(list(tmp_path.iterdir())) == 1, what
+        with scratch_folder(tmp_path):
+            pass
+        assert list(tmp_path.iterdir()) == [], what

@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from faulty_s3 import FaultyS3, answer, cut_body, drop_reply, drop_request
+from faults.s3_proxy import (
+    FaultyS3,
+    answer,
+    cut_body,
+    damage_reply,
+    damage_request,
+    drop_reply,
+    drop_request,
+)
 
 from pagemill.jobs.errors import DiskFull, ObjectNotFound, PreconditionFailed, StorageError
 from pagemill.jobs.storage import StorageOptions, decide, open_storage
-from pagemill.jobs.storage_s3 import S3Storage
+from pagemill.jobs.storage_s3 import READS, S3Storage
 
 if TYPE_CHECKING:
     from conftest import S3
@@ -385,6 +393,53 @@ def test_if_match_holds_on_a_server_that_ignores_it(faulty: FaultyS3, s3: S3) ->
     faulty.rule("GET", "/x", ignores)
     with pytest.raises(PreconditionFailed):
         storage.open("x", if_match=old.etag)
+
+
+# Bytes that are not those that were written
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+def test_a_small_object_that_arrives_damaged_is_read_again(faulty: FaultyS3, s3: S3, at: float) -> None:
+    storage = through(faulty, s3)
+    storage.put("x", b'{"rows": 1000}')
+    faulty.rule("GET", "/x", damage_reply(at), times=READS - 1)
+    assert storage.get("x") == b'{"rows": 1000}'
+    faulty.rule("GET", "/x", damage_reply(at), times=READS - 1)
+    with storage.as_file("x") as path:
+        assert path.read_bytes() == b'{"rows": 1000}'
+
+
+def test_an_object_that_keeps_arriving_damaged_is_an_error_that_passes(faulty: FaultyS3, s3: S3) -> None:
+    storage = through(faulty, s3)
+    storage.put("x", os.urandom(3 << 20))
+    faulty.rule("GET", "/x", damage_reply(0.9))
+    for read in (lambda: storage.get("x"), lambda: storage.open("x").read()):
+        with pytest.raises(StorageError, match="arrived damaged") as caught:
+            read()
+        assert caught.value.transient
+
+
+def test_damage_is_found_out_also_where_a_read_broke_off_and_went_on(faulty: FaultyS3, s3: S3) -> None:
+    data = os.urandom(3 << 20)
+    storage = through(faulty, s3)
+    storage.put("x", data)
+    faulty.rule("GET", "/x", cut_body(1_500_000), times=1)
+    faulty.rule("GET", "/x", damage_reply(0.5), times=1)
+    assert storage.get("x") == data
+    assert len(faulty.requests("GET", "/x")) == 3
+
+
+def test_what_is_damaged_on_its_way_to_the_server_is_not_taken(
+    faulty: FaultyS3, s3: S3, tmp_path: Path
+) -> None:
+    storage = through(faulty, s3)
+    path, expected = file_of(tmp_path, 2 * PART + 1000)
+    faulty.rule("PUT", "", damage_request(0.5), times=2)
+    storage.put("x", b"precious", if_absent=True)
+    assert storage.get("x") == b"precious"
+    faulty.rule("PUT", "", damage_request(0.5), times=2)
+    storage.put_file("large", path)
+    assert digest(storage, "large") == expected
 
 
 # Servers that know less

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from worker_place import Place, whole
 
+from pagemill.jobs import layout
 from pagemill.jobs import settle as settling
 from pagemill.jobs.errors import StorageError
 from pagemill.worker import shard, tasks
@@ -115,3 +116,50 @@ async def test_a_sealed_segment_that_is_damaged_is_computed_again(place: Place) 
         place.storage().put(second["key"], b"PAR1 and nothing else")
         async with place.worker():
             await whole(place, client, job, 60)
+
+
+async def test_a_job_that_keeps_failing_starves_none_behind_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more priority and one slot: it would be the next task for ever."""
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 1.0)
+    bad = {"job": ""}
+    real = tasks.settle
+
+    async def failing(state: Any, storage: Any, lease: Any, **how: Any) -> None:
+        if lease.job == bad["job"]:
+            raise StorageError("A part of it is damaged.")
+        await real(state, storage, lease, **how)
+
+    monkeypatch.setattr(tasks, "settle", failing)
+    async with place.client() as client:
+        broken = await client.submit(["a"], model=place.model, priority=9)
+        bad["job"] = broken.id
+        jobs = [await client.submit([f"p{i}" for i in range(3)], model=place.model) for _ in range(4)]
+        async with place.worker(slots=1):
+            for job in jobs:
+                await whole(place, client, job, 3)
+            assert "is damaged" in (await client.status(broken)).blocked_reason
+
+
+async def test_a_deleted_job_that_an_older_redis_still_runs_is_forgotten(place: Place) -> None:
+    """Redis failed over to a replica that had heard neither of the job's end nor of its deletion."""
+    async with place.client() as client, place.state() as state:
+        job = await client.submit([f"p{i}" for i in range(5)], model=place.model)
+        keys = list(await state.redis.keys(f"{state.key(job.id)}*"))
+        before = {key: await state.redis.dump(key) for key in keys}
+        async with place.worker():
+            await whole(place, client, job, 5)
+            await client.delete(job)
+        await state.redis.delete(*await state.redis.keys(f"{state.key(job.id)}*"))
+        for key, value in before.items():
+            await state.redis.restore(key, 0, value)
+        ready = await state.redis.hget(f"{state.key(job.id)}:meta", "ready")
+        await state.redis.zadd(f"pagemill:model:{place.model}:ready", {ready: 0})
+        assert (await client.status(job)).state == "validating"
+        async with place.worker(), asyncio.timeout(30):
+            while await state.status(job.id) is not None:
+                await asyncio.sleep(0.05)
+        left = [info.key for info in place.storage().list(layout.root(job.id))]
+        assert left == [layout.tombstone(job.id)]
+        assert await state.redis.zcard(f"pagemill:model:{place.model}:ready") == 0

@@ -4,14 +4,17 @@
         faulty.rule("PUT", "plan.json", drop_reply, times=1)
         …                                   # the write arrives, the reply does not
 
-Signatures stay valid because requests are passed on as they came, Host included.
+Signatures stay valid because requests are passed on as they came, Host included. This room may not know
+what the objects are for, nor when which fault is due.
 """
 
 from __future__ import annotations
 
 import http.client
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,6 +36,10 @@ class Exchange:
 
 
 Fault = Callable[[Exchange], None]
+
+
+def _pass_on(exchange: Exchange) -> None:
+    exchange.reply(*exchange.forward())
 
 
 def drop_reply(exchange: Exchange) -> None:
@@ -67,6 +74,53 @@ def cut_body(at: int) -> Fault:
     return fault
 
 
+def late(seconds: float) -> Fault:
+    """All is well, but slowly."""
+
+    def fault(exchange: Exchange) -> None:
+        time.sleep(seconds)
+        exchange.reply(*exchange.forward())
+
+    return fault
+
+
+def stuck(seconds: float) -> Fault:
+    """Nothing is done and nothing is said for so long, then the connection breaks."""
+
+    def fault(exchange: Exchange) -> None:
+        time.sleep(seconds)
+        exchange.hang_up()
+
+    return fault
+
+
+def damage_reply(at: float) -> Fault:
+    """One byte of the reply's body is another; at: how far into the body, from 0 to 1."""
+
+    def fault(exchange: Exchange) -> None:
+        status, headers, body = exchange.forward()
+        exchange.reply(status, headers, _damaged(body, at))
+
+    return fault
+
+
+def damage_request(at: float) -> Fault:
+    """One byte of what is sent is another by the time it arrives."""
+
+    def fault(exchange: Exchange) -> None:
+        exchange.body = _damaged(exchange.body, at)
+        exchange.reply(*exchange.forward())
+
+    return fault
+
+
+def _damaged(body: bytes, at: float) -> bytes:
+    if not body:
+        return body
+    place = min(int(at * len(body)), len(body) - 1)
+    return body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
+
+
 @dataclass
 class _Rule:
     method: str
@@ -75,8 +129,31 @@ class _Rule:
     left: int
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients of ours are killed in the middle of a request; that is no news."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 class FaultyS3:
-    def __init__(self, upstream: str) -> None:
+    """weather: asked for the fault of each request that no rule is for; None: it goes well.
+
+    remember: keep every exchange in `seen`, bodies included; for tests, not for long runs.
+    """
+
+    def __init__(
+        self,
+        upstream: str,
+        weather: Callable[[Exchange], Fault | None] | None = None,
+        *,
+        remember: bool = True,
+    ) -> None:
+        self._weather = weather
+        self._remember = remember
         self._upstream = urlsplit(upstream).netloc
         self._rules: list[_Rule] = []
         self._lock = threading.Lock()
@@ -94,8 +171,7 @@ class FaultyS3:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> FaultyS3:
@@ -128,14 +204,16 @@ class FaultyS3:
             lambda: _hang_up(handler),
         )
         with self._lock:
-            self.seen.append(exchange)
-            fault = next((r for r in self._rules if self._applies(r, exchange)), None)
-            if fault is not None:
-                fault.left -= 1
-        if fault is None:
-            exchange.reply(*exchange.forward())
-        else:
-            fault.fault(exchange)
+            if self._remember:
+                self.seen.append(exchange)
+            rule = next((r for r in self._rules if self._applies(r, exchange)), None)
+            if rule is not None:
+                rule.left -= 1
+        fault = rule.fault if rule else self._weather(exchange) if self._weather else None
+        try:
+            (fault or _pass_on)(exchange)
+        except http.client.HTTPException:  # the server itself is away
+            exchange.hang_up()
 
     @staticmethod
     def _applies(rule: _Rule, exchange: Exchange) -> bool:
