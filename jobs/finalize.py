@@ -72,7 +72,7 @@ def finalize(
     """
     found = read_json(storage, layout.manifest(spec.job))
     if found is None:
-        reason = _reason(plan, stop)
+        reason = "failed" if gave_up else _reason(plan, stop)
         records = _all_commits(storage, spec, plan, reason, segments=[] if gave_up else None)
         parts = [*plan.get("error_parts", ()), *(records[number]["part"] for number in sorted(records))]
         damaged: list[str] = []

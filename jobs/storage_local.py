@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -155,7 +156,7 @@ class LocalStorage(Storage):
             return os.fstat(out.fileno())
 
     def _give_name(self, temporary: Path, path: Path, if_absent: bool) -> None:
-        for attempt in range(5):
+        for attempt in range(20):
             try:
                 _make_folder(path.parent)
                 if if_absent:
@@ -164,7 +165,7 @@ class LocalStorage(Storage):
                     temporary.replace(path)
             except FileNotFoundError:
                 # A delete elsewhere just dropped the folder because it was empty.
-                if attempt == 4 or not temporary.exists():
+                if attempt == 19 or not temporary.exists():
                     raise
             else:
                 _sync_folder(path.parent)
@@ -243,7 +244,11 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir()
     except FileExistsError:
-        if not folder.is_dir():
+        try:
+            mode = folder.stat().st_mode
+        except FileNotFoundError:
+            return  # another made it and a third one dropped it since; whoever needs it finds out and asks again
+        if not stat.S_ISDIR(mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
     else:
         _sync_folder(folder.parent)

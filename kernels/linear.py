@@ -143,10 +143,10 @@ class GatedLinear:
         if whole is None:
             both, activate = make(torch.cat([gate, up]), bias), ACTIVATIONS[activation]
             whole = lambda x: activate(both(x))  # noqa: E731
-        self._whole = whole
+        self.whole = whole
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._whole(x)
+        return self.whole(x)
 
 
 def can_pack(weight: Tensor) -> bool:

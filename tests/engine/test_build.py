@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,7 @@ def test_what_is_no_model_is_refused_with_a_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"num_blocks": 0}, {"max_num_tokens": 0}, {"kv_cache_gb": 0.0}, {"dtype": "int3"}, {"context": -5}],
+    [{"num_blocks": 0}, {"max_num_tokens": 0}, {"kv_cache_gb": math.inf}, {"dtype": "int3"}, {"context": -5}],
     ids=str,
 )
 def test_a_setting_that_makes_no_sense_is_refused_in_one_sentence(wrong: dict[str, object]) -> None:

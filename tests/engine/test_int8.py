@@ -15,6 +15,7 @@ from pagemill.engine.engine import Engine, build_engine
 from pagemill.engine.errors import EngineError
 from pagemill.engine.request import Completion, Request
 from pagemill.engine.weights.load import load_decoder, open_checkpoint
+from pagemill.kernels import linear_int8_cpu
 from pagemill.kernels.linear_int8 import Int8Linear
 
 VOCABULARY = 520
@@ -95,8 +96,9 @@ def test_it_is_named_in_fingerprint_and_info(directory: Path) -> None:
 def test_every_dense_layer_is_quantised_and_no_other(directory: Path) -> None:
     decoder = load_decoder(open_checkpoint(directory), torch.float32, torch.device("cpu"), "int8")
     layer = decoder.layers[0]
-    dense = [decoder.head, layer.qkv, layer.output, layer.gated.both, layer.down]
+    dense = [decoder.head, layer.qkv, layer.output, layer.down]
     assert all(isinstance(layer, Int8Linear) for layer in dense)
+    assert isinstance(layer.gated.whole, linear_int8_cpu.Layer)
     assert decoder.embedding.dtype == decoder.norm.dtype == torch.float32
 
 

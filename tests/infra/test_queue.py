@@ -129,7 +129,8 @@ def test_a_load_run_says_what_each_stage_cost(
     assert all(costs[name] > 0 for name in ("submit", "read", "hand over", "seal", "commit"))
     assert all(run["peak_mb"][who] > 10 for who in ("client", "planner", "worker", "reader"))
     assert set(run["other_cpu_us_a_row"]) == {"engine", "redis"} | ({"s3"} if store == "s3" else set())
-    assert 0 <= run["submit_to_first_lease_ms"] <= run["submit_to_first_shard_ms"]
+    # The plan may be leased before the client has heard that its job was taken.
+    assert -1000 < run["submit_to_first_lease_ms"] <= run["submit_to_first_shard_ms"]
 
 
 def test_a_plan_alone_says_what_it_took(tmp_path: Path) -> None:
