@@ -247,7 +247,7 @@ def _make_folder(folder: Path) -> None:
         try:
             mode = folder.stat().st_mode
         except FileNotFoundError:
-            return  # another made it and a third one dropped it since; whoever needs it finds out and asks again
+            return  # dropped again since; whoever needs it finds out and asks once more
         if not stat.S_ISDIR(mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
     else:
