@@ -17,7 +17,7 @@ import torch
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.config import EngineConfig, ModelInfo
 from pagemill.engine.models.fallback import Fallback
-from pagemill.engine.run.available import available_memory
+from pagemill.engine.run.available import available_memory, give_back_freed
 from pagemill.engine.run.memory import plan_memory, weight_bytes, widens
 from pagemill.engine.run.runner import ModelRunner
 from pagemill.engine.run.sampler import Sampler
@@ -61,6 +61,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = load_weights(checkpoint, dtype, device, config.quantization, config.deterministic)
     if isinstance(model, Fallback):
         check_fallback(model, dtype)
+    give_back_freed()
     memory = plan_memory(spec, dtype, config, available_memory())
     storage = KVStorage(memory.num_blocks, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, device)
     ends = frozenset(i for i in checkpoint.eos_token_ids | tokenizer.eos_token_ids if i < spec.vocab_size)
