@@ -1,4 +1,4 @@
-"""How many bytes this process may still take: the machine's, or less where a control group says so; and giving back.
+"""How many bytes this process may still take (the machine's, or less where a group says so), and giving back.
 
 It reads files of Linux. It may not know what the memory is wanted for.
 """

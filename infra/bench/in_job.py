@@ -3,7 +3,7 @@
     python infra/bench/in_job.py --rows 128 --rounds 3 --json out/bench/in-job.json
 
 Alone is engine.py in a process of its own. Inside a job the same rows go through everything that users have:
-a private Valkey, a client that submits them, a worker that plans, leases, seals and commits in a local folder.
+a private Valkey, a client that submits them, a worker that plans, leases, seals and commits in a folder.
 Its clock runs from the end of the plan to the last commit.
 """
 
