@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import TypeAlias
 
 import torch
 
@@ -37,7 +38,7 @@ def why_not_compiled() -> str | None:
 
 
 # The parameter block of a kernel: int64, or whatever else lies at its address.
-Words = int | array[int]
+Words: TypeAlias = "int | array[int]"
 
 
 def words_of(*values: int) -> array[int]:
