@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -382,7 +383,10 @@ class ShardRun:
 
 
 def result_row(row: Row, message: Mapping[str, Any], model: str, attempt: int) -> ResultRow:
-    """The output row of a completion (wire.py). Raises ValueError, KeyError or TypeError for nonsense."""
+    """The output row of a completion (wire.py), finished now.
+
+    Raises ValueError, KeyError or TypeError for nonsense.
+    """
     common: dict[str, Any] = {
         "row_index": row.row_index,
         "custom_id": row.custom_id,
@@ -399,6 +403,7 @@ def result_row(row: Row, message: Mapping[str, Any], model: str, attempt: int) -
         "model": model,
         "requested_model": row.requested_model,
         "metadata": None if row.metadata is None else to_json(row.metadata),
+        "finished_at": round(time.time(), 3),
     }
     if message["status"] == "failed":
         code, what = message["error_code"], str(message["error_message"])
