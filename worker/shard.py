@@ -35,6 +35,7 @@ from pagemill.worker.blame import DEATHS_ALONE
 from pagemill.worker.engine_host import CANARY
 from pagemill.worker.isolation import Isolation
 from pagemill.worker.lease import Guard, Released
+from pagemill.worker.logs import about
 from pagemill.worker.workshop import Workshop
 
 log = logging.getLogger("pagemill.worker")
@@ -152,7 +153,8 @@ class ShardRun:
         text, died_under = await state.trial(lease.job, lease.task)
         known = Isolation.load(text)
         if died_under not in ("", lease.fence) and (poison := known.mourn(self._left)) is not None:
-            log.error("row %d of %s is poison: workers died with it alone", poison, lease.job)
+            with about(row=poison):
+                log.error("row %d of %s is poison: workers died with it alone", poison, lease.job)
             self._settle(self._left[poison], POISON)
             await self._seal()
         while self._left and self._guard.stop is None:
@@ -242,7 +244,9 @@ class ShardRun:
         try:
             result = result_row(row, message, self._spec.model, self._guard.lease.attempt)
         except (ValueError, KeyError, TypeError) as error:
-            log.exception("row %d: the engine's answer cannot be read", row.row_index)
+            # The engine's messages come in outside of any task.
+            with about(job=self._spec.job, shard=self._guard.lease.shard, row=row.row_index):
+                log.exception("row %d: the engine's answer cannot be read", row.row_index)
             result = ResultRow.error_row(row, "engine_error", f"The engine's answer cannot be read: {error}.")
         self._left.pop(row.row_index, None)
         if not self._finished:

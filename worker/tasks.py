@@ -36,6 +36,7 @@ from pagemill.worker.aside import Aside
 from pagemill.worker.engine_host import EngineInfo
 from pagemill.worker.isolation import has_killed, needs_isolation
 from pagemill.worker.lease import Guard, Released
+from pagemill.worker.logs import about
 from pagemill.worker.shard import run_shard
 from pagemill.worker.workshop import Workshop
 
@@ -189,7 +190,8 @@ class Leasing:
         )
 
     def _begin(self, lease: Lease, *, extra: bool = False, side: bool = False) -> None:
-        log.info("%s of %s leased (attempt %d)", lease.task, lease.job, lease.attempt)
+        with about(job=lease.job, task=lease.task, shard=lease.shard):
+            log.info("%s of %s leased (attempt %d)", lease.task, lease.job, lease.attempt)
         self._shop.figures.leases.labels(lease.kind).inc()
         slot = _Slot(self._shop.heartbeat.hold(lease), extra, side, needs_isolation(lease))
         if self._leaving:
@@ -204,9 +206,10 @@ class Leasing:
 
     async def _run(self, slot: _Slot) -> None:
         lease = slot.lease
-        outcome, pause = await self._outcome(slot)
-        self._shop.figures.tasks.labels(lease.kind, outcome).inc()
-        log.info("%s of %s: %s", lease.task, lease.job, outcome)
+        with about(job=lease.job, task=lease.task, shard=lease.shard):
+            outcome, pause = await self._outcome(slot)
+            self._shop.figures.tasks.labels(lease.kind, outcome).inc()
+            log.info("%s of %s: %s", lease.task, lease.job, outcome)
         if pause and not self._leaving:
             # The slot pauses, not the task: another worker may well run what this one cannot.
             await asyncio.sleep(pause)
