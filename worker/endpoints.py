@@ -22,6 +22,7 @@ from prometheus_client.exposition import choose_encoder
 
 from pagemill.jobs.errors import UsageError
 
+PATHS = ("/livez", "/readyz", "/metrics")
 ALIVE_WITHIN_S = 5.0  # a loop that takes longer to answer is stuck: its longest steps take milliseconds
 REQUEST_TIMEOUT_S = 10.0
 
@@ -39,7 +40,7 @@ class Endpoints:
 
     def serve(self, host: str, port: int) -> str:
         """Begin (port 0: any free one); returns the base URL. Raises UsageError where the port is taken."""
-        answers = {"/livez": self._livez, "/readyz": self._readyz, "/metrics": self._metrics}
+        answers = dict(zip(PATHS, (self._livez, self._readyz, self._metrics), strict=True))
         handler = type("Handler", (_Handler,), {"answers": answers})
         try:
             self._server = _Server((host, port), handler)
@@ -102,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, kind, body = (
                 404,
                 "text/plain; charset=utf-8",
-                b"There are /livez, /readyz and /metrics.\n",
+                f"There are {', '.join(PATHS)}.\n".encode(),
             )
         else:
             status, kind, body = answer(self.headers.get("Accept", ""))
