@@ -215,6 +215,8 @@ def _trouble(error: Exception) -> str:
     for start, remedy in _REMEDIES.items():
         if said.startswith(start):
             return f"refuses to write ({said}): {remedy}"
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return f"is not trusted ({said}): name its authority, as in rediss://host/0?ssl_ca_certs=/path/ca.pem"
     if isinstance(error, ReadOnlyError):
         return f"is a read-only replica ({said}): name the primary"
     if isinstance(error, ResponseError):

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, ClassVar
 
 from prometheus_client import CollectorRegistry
@@ -60,12 +61,10 @@ class Endpoints:
             self._server = None
 
     def _livez(self, _accept: str) -> tuple[int, str, bytes]:
-        async def turns() -> None:
-            pass
-
-        try:
-            asyncio.run_coroutine_threadsafe(turns(), self._loop).result(ALIVE_WITHIN_S)
-        except (TimeoutError, RuntimeError):  # stuck, or closed
+        turned = Event()
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(turned.set)
+        if not turned.wait(ALIVE_WITHIN_S):
             return 503, "text/plain; charset=utf-8", b"The event loop is stuck.\n"
         return 200, "text/plain; charset=utf-8", b"ok\n"
 

