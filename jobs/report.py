@@ -67,7 +67,7 @@ class Clock:
             return
         self.rows += batch.num_rows
         ends, total = batch.column("finished_at"), batch.column("total_ms").fill_null(0.0)
-        first = pc.coalesce(batch.column("first_token_ms"), total)
+        first = pc.min_element_wise(pc.coalesce(batch.column("first_token_ms"), total), total)
         last = _second(ends)
         token = _second(pc.subtract(ends, pc.divide(pc.subtract(total, first), 1000.0)))
         self.ended.update(_counts(last))

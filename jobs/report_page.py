@@ -126,7 +126,8 @@ def _over_time(clock: Clock) -> str:
     start, end = clock.span
     if start == end:
         return _section("Throughput", _none("No row of this job says when it ended."))
-    width = next((step for step in STEPS_S if (end - start) / step <= MOST_BARS), 86400)
+    fitting = (step for step in STEPS_S if (end - start) / step <= MOST_BARS)
+    width = next(fitting, -(-(end - start) // MOST_BARS))
     edges = list(range(start, end + width, width))
     written = _spread(clock.written(), edges)
     read, cached = _gathered(clock.read, edges), _gathered(clock.cached, edges)

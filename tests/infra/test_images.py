@@ -133,6 +133,11 @@ def test_what_it_copies_is_there_and_is_let_through(file: Path) -> None:
     assert rooms | {PROJECT["readme"], *PROJECT["license-files"], "pyproject.toml"} <= names
 
 
+def test_the_tests_in_the_image_are_told_nothing_but_where_the_servers_are() -> None:
+    told = variables(stages(ROOT / "infra" / "Dockerfile.cpu")["tests"])
+    assert {name for name, value in told.items() if name.startswith("PAGEMILL_") and value != '""'} == set()
+
+
 def locked() -> dict[str, str]:
     text = (ROOT / "infra" / "lock.txt").read_text()
     return {name.lower(): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE)}
