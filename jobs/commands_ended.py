@@ -1,10 +1,11 @@
-"""Commands for jobs that have ended: delete, retry-failed.
+"""Commands for jobs that have ended: delete, report, retry-failed.
 
 They join the program like those of other floors. This room may not know how a job is deleted or made.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -76,3 +77,35 @@ def retry_failed(
         render.print_json({"job": made, "retry_of": job, "existed": existed})
     else:
         print(made)
+
+
+@app.command(epilog=EXIT_CODES)
+def report(
+    job: options.JobId,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The file to write; by default JOB.html.", show_default=False),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(min=0, help="Of a GPU for an hour: adds an estimate of the cost.", show_default=False),
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many worked at once.")] = 1,
+    store: options.Store = None,
+    s3_endpoint: options.Endpoint = None,
+    s3_region: options.Region = None,
+) -> None:
+    """Write what became of a job as one HTML file: throughput, lengths, errors, cache hits, cost.
+
+    The file loads nothing from anywhere. Reads the store alone: Redis may be gone.
+    """
+    from pagemill.jobs.publish import output_file
+    from pagemill.jobs.report import Price, gather
+    from pagemill.jobs.report_page import page
+
+    cost = None if price is None else Price(price, gpus)
+    path = output or Path(f"{job}.html")
+    found = gather(options.client(None, store, s3_endpoint, s3_region).storage, job)
+    with output_file(path) as file:
+        file.write(page(found, cost).encode())
+    print(path)

@@ -29,6 +29,7 @@ from redis.exceptions import (
 )
 
 from pagemill.jobs.errors import PagemillError, RedisUnavailable, StorageError
+from pagemill.jobs.redaction import without_password
 
 INTERRUPTED: Final = 130
 BROKEN_PIPE: Final = 141
@@ -90,12 +91,12 @@ def report(error: BaseException) -> int:
     """Tell a person what went wrong, on stderr; returns the exit code."""
     sentence, code = describe(error)
     if os.environ.get("PAGEMILL_DEBUG"):
-        traceback.print_exception(error)
+        print(without_password("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     if code == BROKEN_PIPE:
         # Whatever is still buffered must not be flushed into the closed pipe when the interpreter ends.
         _discard_stdout()
     elif sentence:
-        print(f"pagemill: {sentence}", file=sys.stderr)
+        print(f"pagemill: {without_password(sentence)}", file=sys.stderr)
     return code
 
 

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pagemill.jobs.errors import StorageError
-from pagemill.jobs.result import SCHEMA, SCHEMA_VERSION, ResultRow, to_json
+from pagemill.jobs.result import OLDER, SCHEMA, SCHEMA_VERSION, ResultRow, to_json
 from pagemill.jobs.storage import scratch_faults
 
 __all__ = [
@@ -113,16 +113,29 @@ def read_batches(
         file = pq.ParquetFile(opened, page_checksum_verification=True, buffer_size=1 << 16, pre_buffer=False)
     with file:
         with _readable(name):
-            if not file.schema_arrow.equals(SCHEMA):
+            older = not file.schema_arrow.equals(SCHEMA)
+            if older and not any(file.schema_arrow.equals(schema) for schema in OLDER):
                 raise StorageError(f"{name} has other columns than this version of Pagemill writes.")
             rows = _rows_at_once(file.metadata)
-            batches = file.iter_batches(rows, columns=columns, use_threads=False)
+            wanted = SCHEMA.names if columns is None else columns
+            known = [column for column in wanted if column in file.schema_arrow.names]
+            batches = file.iter_batches(rows, columns=known, use_threads=False)
         while True:
             with _readable(name):
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield batch
+            yield _filled(batch, wanted) if older else batch
+
+
+def _filled(batch: pa.RecordBatch, wanted: list[str]) -> pa.RecordBatch:
+    """The batch with the columns that its file is too old to have, as nulls."""
+    schema = pa.schema([SCHEMA.field(name) for name in wanted], SCHEMA.metadata)
+    columns = [
+        batch.column(field.name) if field.name in batch.schema.names else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def read_rows(source: Path | bytes, *, name: str = "") -> Iterator[ResultRow]:

@@ -15,7 +15,8 @@ import pyarrow as pa
 from pagemill.jobs.errors import RowFault
 from pagemill.jobs.row import Row
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+"""2 added finished_at at the end. A version adds columns that may be null and changes none."""
 
 # large_string: 64-bit offsets, so that no array of texts can overflow at 2 GB.
 TEXT: Final = pa.large_string()
@@ -51,9 +52,12 @@ SCHEMA: Final = pa.schema(
         pa.field("model", TEXT),
         pa.field("requested_model", TEXT),
         pa.field("metadata", TEXT),
+        pa.field("finished_at", pa.float64()),
     ],
     metadata={"pagemill.schema_version": str(SCHEMA_VERSION)},
 )
+OLDER: Final = (pa.schema(list(SCHEMA)[:-1]),)
+"""What files of earlier versions hold: the first columns of SCHEMA; the others are null in their rows."""
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class ResultRow:
     logprobs, metadata: JSON text.  kind: chat or completion; None where the line could not be read.
     line: physical line, 1-based.  seed: what decided the noise, so that the row can be repeated.
     attempt: how often the row's shard had been started, 1-based; 0 for a row that never ran.
+    finished_at: when the worker had the row's result, in seconds since 1970; None for one that never ran.
     """
 
     row_index: int
@@ -89,6 +94,7 @@ class ResultRow:
     model: str | None = None
     requested_model: str | None = None
     metadata: str | None = None
+    finished_at: float | None = None
 
     def __post_init__(self) -> None:
         if self.status == "failed":

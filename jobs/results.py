@@ -42,6 +42,14 @@ def iter_batches(storage: Storage, job: str, *, partial: bool = False) -> Iterat
     return merge(_source(storage, part) for part in parts if part["rows"])
 
 
+def iter_columns(storage: Storage, job: str, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Some columns of all rows of a job that has ended, in no order. Raises as `iter_results` does."""
+    for part in _parts(storage, job, partial=False):
+        if part["rows"]:
+            with _source(storage, part, columns).open() as batches:
+                yield from batches
+
+
 def to_jsonl(rows: Iterable[ResultRow], output: BinaryIO) -> int:
     """Every row as one JSON object a line, without what is null; returns how many."""
     count = 0
@@ -98,7 +106,7 @@ def _must_exist(storage: Storage, job: str) -> None:
         )
 
 
-def _source(storage: Storage, part: dict[str, Any]) -> Source:
+def _source(storage: Storage, part: dict[str, Any], columns: list[str] | None = None) -> Source:
     @contextmanager
     def opened() -> Iterator[Iterator[pa.RecordBatch]]:
         key = part["key"]
@@ -108,7 +116,7 @@ def _source(storage: Storage, part: dict[str, Any]) -> Source:
                     size = path.stat().st_size
                 if size != part["bytes"]:
                     raise StorageError(f"The part {key} in {storage.url} is damaged: its size is wrong.")
-                yield read_batches(path, name=key)
+                yield read_batches(path, columns=columns, name=key)
         except ObjectNotFound:
             raise StorageError(f"The part {key} is missing from {storage.url}.") from None
 

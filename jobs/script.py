@@ -31,6 +31,7 @@ from redis.exceptions import (
 )
 
 from pagemill.jobs.errors import RedisUnavailable
+from pagemill.jobs.redaction import without_password
 
 _FOLDER = Path(__file__).with_name("lua")
 _FIRST_PAUSE_S: Final = 0.05
@@ -84,7 +85,7 @@ def connection(url: str) -> Redis:
         client.connection_pool.make_connection()
     except (ValueError, TypeError) as error:
         said = str(error).rpartition("__init__() ")[2].rstrip(".")
-        raise RedisUnavailable(f"{_redacted(url)} is not a Redis address: {said}.") from None
+        raise RedisUnavailable(f"{without_password(url)} is not a Redis address: {said}.") from None
     return cast(Redis, client)
 
 
@@ -214,6 +215,8 @@ def _trouble(error: Exception) -> str:
     for start, remedy in _REMEDIES.items():
         if said.startswith(start):
             return f"refuses to write ({said}): {remedy}"
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return f"is not trusted ({said}): name its authority, as in rediss://host/0?ssl_ca_certs=/path/ca.pem"
     if isinstance(error, ReadOnlyError):
         return f"is a read-only replica ({said}): name the primary"
     if isinstance(error, ResponseError):
@@ -230,8 +233,3 @@ _REMEDIES: Final = {
 
 def _reason(error: Exception) -> str:
     return str(error).rstrip(".") or type(error).__name__
-
-
-def _redacted(url: str) -> str:
-    scheme, mark, rest = url.partition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"

@@ -1,4 +1,4 @@
-"""Where the client finds Redis and the store: flags first, then PAGEMILL_* variables, then defaults.
+"""Where the client finds Redis and the store: flags, then PAGEMILL_* variables, then a file, then defaults.
 
     PAGEMILL_REDIS_URL           redis://localhost:6379/0 (rediss:// for TLS, unix:///path for a socket)
     PAGEMILL_STORE               ~/.pagemill/store (s3://bucket/prefix, file:///folder or a folder)
@@ -10,6 +10,7 @@
     PAGEMILL_S3_CHECKSUMS        when_required or when_supported
     PAGEMILL_S3_ACCEPT_NO_CONDITIONAL_WRITES
                                  true: take a store without put-if-absent, with Redis as the only guard
+    PAGEMILL_CONFIG              the file (settings_file.py); else ~/.pagemill/config.toml
 
 The default store is one folder per user rather than one per working directory, so that a client and a worker
 started from different directories of one machine meet. Machines that share work must name a store that all of
@@ -18,13 +19,21 @@ them reach. This room may not know how either address is spoken to.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from pagemill.jobs.errors import UsageError
+from pagemill.jobs.redaction import secrets_of, without_password
+from pagemill.jobs.settings_file import config_path, read_config
 from pagemill.jobs.storage import StorageOptions
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
@@ -58,13 +67,29 @@ class ClientSettings(BaseSettings):
     s3_checksums: Literal["when_required", "when_supported"] | None = None
     s3_accept_no_conditional_writes: bool = False
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The order, once and for everybody: flags, variables, file; then the defaults."""
+        return init_settings, env_settings, InitSettingsSource(settings_cls, cls.from_file())
+
+    @classmethod
+    def from_file(cls) -> dict[str, Any]:
+        """What the file says to this kind of settings."""
+        return read_config(set(cls.model_fields), None)
+
     @field_validator("redis_url")
     @classmethod
     def _speaks_redis(cls, url: str) -> str:
         if not url.startswith(REDIS_SCHEMES):
-            shown = url.rpartition("@")[2]  # never a password
             raise ValueError(
-                f"{shown!r} is not a Redis address; write redis://host:6379/0, rediss://… or unix:///path"
+                f"{without_password(url)!r} is not a Redis address; write redis://host:6379/0, rediss://… or unix:///path"
             )
         return url
 
@@ -78,7 +103,12 @@ class ClientSettings(BaseSettings):
         try:
             return cls(**given)
         except ValidationError as error:
-            raise UsageError(_sentence(error, set(given))) from None
+            raise UsageError(_sentence(error, set(given), set(cls.from_file()))) from None
+
+    def secrets(self) -> set[str]:
+        """What no log may hold."""
+        keys = {key.get_secret_value() for key in (self.s3_secret_key,) if key}
+        return keys | secrets_of(self.redis_url, self.store, self.s3_endpoint)
 
     def storage_options(self) -> StorageOptions:
         """What `open_storage` needs besides the address."""
@@ -93,9 +123,15 @@ class ClientSettings(BaseSettings):
         )
 
 
-def _sentence(error: ValidationError, given: set[str]) -> str:
+def _sentence(error: ValidationError, given: set[str], in_file: set[str]) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "settings"
-    label = f"--{name.replace('_', '-')}" if name in given else f"PAGEMILL_{name.upper()}"
+    variable = f"PAGEMILL_{name.upper()}"
+    if name in given:
+        label = f"--{name.replace('_', '-')}"
+    elif name in in_file and not os.environ.get(variable):
+        label = f"{config_path()}: {name}"
+    else:
+        label = variable
     message = first["msg"].removeprefix("Value error, ")
     return f"{label}: {message}."

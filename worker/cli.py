@@ -203,8 +203,14 @@ def worker(
         typer.Option(
             min=0,
             max=65535,
-            help="Prometheus figures on this port of the loopback address.",
+            help="Answer /metrics, /livez and /readyz on this port.",
             show_default=False,
+        ),
+    ] = None,
+    metrics_host: Annotated[
+        str | None,
+        typer.Option(
+            help="The address of that port; by default 127.0.0.1, this machine alone.", show_default=False
         ),
     ] = None,
     log_level: Annotated[
@@ -234,6 +240,7 @@ def worker(
         deterministic=deterministic,
         slots=slots,
         metrics_port=metrics_port,
+        metrics_host=metrics_host,
         log_level=log_level,
         log_format=log_format,
         redis_url=redis_url,

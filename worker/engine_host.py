@@ -19,6 +19,7 @@ from pagemill.jobs.errors import ModelError
 from pagemill.worker.blame import DEATHS_ALONE, Quarantine
 from pagemill.worker.credits import Credits
 from pagemill.worker.engine_process import EngineProcess, Message
+from pagemill.worker.logs import about_row
 from pagemill.worker.pressure import QUIET_S, Pressure
 from pagemill.worker.wire import encode, row_line
 
@@ -337,7 +338,12 @@ class EngineHost:
         if poison:
             self._bear(self._pressure.cleared())
         for rid in poison:
-            log.error("row %s is poison: a fresh engine died with it alone %d times", rid, DEATHS_ALONE)
+            log.error(
+                "row %s is poison: a fresh engine died with it alone %d times",
+                rid,
+                DEATHS_ALONE,
+                extra=about_row(rid),
+            )
             message = f"The engine's process {how} while running this row alone, {DEATHS_ALONE} times."
             self._deliver(
                 {"rid": rid, "status": "failed", "error_code": "poison_row", "error_message": message}

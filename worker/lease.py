@@ -16,6 +16,7 @@ from pagemill.jobs.errors import PagemillError
 from pagemill.jobs.script import connection
 from pagemill.jobs.state import State
 from pagemill.jobs.status import Lease, Renewal, StopReason
+from pagemill.worker.logs import about
 
 log = logging.getLogger("pagemill.worker")
 
@@ -141,7 +142,8 @@ class Heartbeat:
             self.drop(guard)
             guard.forgotten = renewal.state == ""
             why = ", which Redis has forgotten" if guard.forgotten else ""
-            log.warning("lost the lease of %s of %s%s", guard.lease.task, guard.lease.job, why)
+            with about(job=guard.lease.job, task=guard.lease.task, shard=guard.lease.shard):
+                log.warning("lost the lease of %s of %s%s", guard.lease.task, guard.lease.job, why)
             guard.lose()
         elif renewal.stop is not None and guard.stop is None:
             guard.stop = renewal.stop

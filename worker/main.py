@@ -30,6 +30,7 @@ from pagemill.jobs.failures import report
 from pagemill.jobs.script import connection
 from pagemill.jobs.state import State
 from pagemill.jobs.storage import Storage, open_storage
+from pagemill.worker.endpoints import Endpoints
 from pagemill.worker.engine_host import EngineHost, HostConfig
 from pagemill.worker.lease import Heartbeat
 from pagemill.worker.logs import set_up_logging
@@ -69,9 +70,6 @@ async def run_worker(
         state = State(connection(settings.redis_url), patience_s=math.inf)
         stack.push_async_callback(state.close)
         figures = Figures()
-        stack.callback(figures.close)
-        if settings.metrics_port is not None:
-            log.info("metrics on http://127.0.0.1:%d/metrics", figures.serve(settings.metrics_port))
         heartbeat = Heartbeat(settings.redis_url, settings.worker_id, settings.lease_ttl_s)
         heartbeat.start()
         stack.push_async_callback(heartbeat.close)
@@ -88,6 +86,10 @@ async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] |
     serving = Serving(shop, leasing, partial(host_config, settings))
     upkeep = Upkeep(shop, leasing, serving)
     ticketing = [Ticketing(settings.redis_url, name, leasing) for name in names]
+    endpoints = Endpoints(shop.figures.registry, upkeep.readiness)
+    if settings.metrics_port is not None:
+        url = endpoints.serve(settings.metrics_host, settings.metrics_port)
+        log.info("metrics on %s/metrics, beside /livez and /readyz", url)
     log.info("worker %s starts: %s, store %s", settings.worker_id, ", ".join(names), shop.storage.url)
     ending = [
         asyncio.create_task(stop.wait(), name="stop"),
@@ -109,6 +111,7 @@ async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] |
         await upkeep.close()
         for tickets in ticketing:
             await tickets.close()
+        endpoints.close()
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -204,7 +207,9 @@ def main(settings: WorkerSettings | None = None) -> int:
         settings = settings or WorkerSettings.load()
     except PagemillError as error:
         return report(error)
-    set_up_logging(settings.log_level, settings.log_format)
+    set_up_logging(
+        settings.log_level, settings.log_format, worker=settings.worker_id, secrets=settings.secrets()
+    )
     runner = asyncio.Runner()
     code = runner.run(_run_until_signal(settings))
     # Threads may still sit in a storage call that takes a minute to give up. Nothing that they could write

@@ -1,26 +1,18 @@
 """Figures for Prometheus, and for the worker's own reports. Counting only: nothing here decides anything.
 
 Each worker has a registry of its own, so that two of them in one process (a test, a one-shot run) do not
-meet.
+meet; endpoints.py answers with it. This room may not know who reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-
-from pagemill.jobs.errors import UsageError
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 # From a token on a fast machine to a row that waited behind a whole job.
 SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800, 7200)
-
-
-class _Server(Protocol):
-    def shutdown(self) -> None: ...
-    def server_close(self) -> None: ...
 
 
 class Figures:
@@ -42,7 +34,6 @@ class Figures:
         self.rows_limit = self._gauge("rows_limit", "Rows that may be there; fewer after memory ran out.")
         self.slots_busy = self._gauge("slots_busy", "Tasks running.")
         self.engine = self._gauge("engine", "The engine's own figures, by name.", "figure")
-        self._server: tuple[_Server, Thread] | None = None
         # Looking a label up costs as much as counting.
         self._ended = {status: self.rows.labels(status) for status in ("completed", "failed")}
         self._of_kind = [self.tokens.labels(kind) for kind in ("prompt", "completion", "cached")]
@@ -88,22 +79,3 @@ class Figures:
         self.slots_busy.set(slots_busy)
         for name, value in engine.items():
             self.engine.labels(name).set(value)
-
-    def serve(self, port: int) -> int:
-        """Answer Prometheus on this loopback port (0: any free one); returns the port."""
-        try:
-            server, thread = start_http_server(port, addr="127.0.0.1", registry=self.registry)
-        except OSError as error:
-            raise UsageError(
-                f"Port {port} for metrics cannot be used: {error.strerror}; choose another."
-            ) from error
-        self._server = (server, thread)
-        return int(server.server_port)
-
-    def close(self) -> None:
-        if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join()
-            self._server = None

@@ -1,4 +1,4 @@
-"""What a worker can be told: flags first, then PAGEMILL_* variables, then these defaults.
+"""What a worker can be told: flags, then PAGEMILL_* variables, then a file, then these defaults.
 
 It extends the client's settings, so both sides read the same names for Redis and the store. This room
 may not know how any of it is used.
@@ -10,12 +10,13 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from pagemill.jobs.settings import ClientSettings
+from pagemill.jobs.settings_file import read_config
 
 
 def default_worker_id() -> str:
@@ -94,8 +95,9 @@ class WorkerSettings(ClientSettings):
     )
     redis_patience_s: float = Field(60.0, ge=0, description="how long one call waits for Redis to come back")
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="Prometheus figures on this loopback port"
+        None, ge=0, le=65535, description="answer /metrics, /livez and /readyz on this port"
     )
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="the address of that port")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
 
@@ -110,6 +112,22 @@ class WorkerSettings(ClientSettings):
     sim_log: Path | None = Field(
         None, description="simulated engine: file that gets the id of each computed row"
     )
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Self:
+        """Settings with flags on top; one model by flag takes the place of several from elsewhere."""
+        if overrides.get("model") is not None and overrides.get("models") is None:
+            overrides["models"] = ()
+        return super().load(**overrides)
+
+    @classmethod
+    def from_file(cls) -> dict[str, Any]:
+        """The whole file; one model by variable takes the place of several from there."""
+        common = set(ClientSettings.model_fields)
+        found = read_config(common, set(cls.model_fields) - common)
+        if os.environ.get("PAGEMILL_MODEL"):
+            found.pop("models", None)
+        return found
 
     @field_validator("name")
     @classmethod

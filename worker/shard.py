@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -34,6 +35,7 @@ from pagemill.worker.blame import DEATHS_ALONE
 from pagemill.worker.engine_host import CANARY
 from pagemill.worker.isolation import Isolation
 from pagemill.worker.lease import Guard, Released
+from pagemill.worker.logs import about
 from pagemill.worker.workshop import Workshop
 
 log = logging.getLogger("pagemill.worker")
@@ -151,7 +153,8 @@ class ShardRun:
         text, died_under = await state.trial(lease.job, lease.task)
         known = Isolation.load(text)
         if died_under not in ("", lease.fence) and (poison := known.mourn(self._left)) is not None:
-            log.error("row %d of %s is poison: workers died with it alone", poison, lease.job)
+            with about(row=poison):
+                log.error("row %d of %s is poison: workers died with it alone", poison, lease.job)
             self._settle(self._left[poison], POISON)
             await self._seal()
         while self._left and self._guard.stop is None:
@@ -241,7 +244,9 @@ class ShardRun:
         try:
             result = result_row(row, message, self._spec.model, self._guard.lease.attempt)
         except (ValueError, KeyError, TypeError) as error:
-            log.exception("row %d: the engine's answer cannot be read", row.row_index)
+            # The engine's messages come in outside of any task.
+            with about(job=self._spec.job, shard=self._guard.lease.shard, row=row.row_index):
+                log.exception("row %d: the engine's answer cannot be read", row.row_index)
             result = ResultRow.error_row(row, "engine_error", f"The engine's answer cannot be read: {error}.")
         self._left.pop(row.row_index, None)
         if not self._finished:
@@ -382,7 +387,10 @@ class ShardRun:
 
 
 def result_row(row: Row, message: Mapping[str, Any], model: str, attempt: int) -> ResultRow:
-    """The output row of a completion (wire.py). Raises ValueError, KeyError or TypeError for nonsense."""
+    """The output row of a completion (wire.py), finished now.
+
+    Raises ValueError, KeyError or TypeError for nonsense.
+    """
     common: dict[str, Any] = {
         "row_index": row.row_index,
         "custom_id": row.custom_id,
@@ -399,6 +407,7 @@ def result_row(row: Row, message: Mapping[str, Any], model: str, attempt: int) -
         "model": model,
         "requested_model": row.requested_model,
         "metadata": None if row.metadata is None else to_json(row.metadata),
+        "finished_at": round(time.time(), 3),
     }
     if message["status"] == "failed":
         code, what = message["error_code"], str(message["error_message"])

@@ -37,6 +37,7 @@ from pagemill.worker.aside import Aside
 from pagemill.worker.engine_host import EngineInfo
 from pagemill.worker.isolation import has_killed, needs_isolation
 from pagemill.worker.lease import Guard, Released
+from pagemill.worker.logs import about
 from pagemill.worker.shard import run_shard
 from pagemill.worker.workshop import Workshop
 
@@ -197,7 +198,8 @@ class Leasing:
         return list(self._avoided)
 
     def _begin(self, lease: Lease, *, extra: bool = False, side: bool = False) -> None:
-        log.info("%s of %s leased (attempt %d)", lease.task, lease.job, lease.attempt)
+        with about(job=lease.job, task=lease.task, shard=lease.shard):
+            log.info("%s of %s leased (attempt %d)", lease.task, lease.job, lease.attempt)
         self._shop.figures.leases.labels(lease.kind).inc()
         slot = _Slot(self._shop.heartbeat.hold(lease), extra, side, needs_isolation(lease))
         if self._leaving:
@@ -212,9 +214,10 @@ class Leasing:
 
     async def _run(self, slot: _Slot) -> None:
         lease = slot.lease
-        outcome, pause = await self._outcome(slot)
-        self._shop.figures.tasks.labels(lease.kind, outcome).inc()
-        log.info("%s of %s: %s", lease.task, lease.job, outcome)
+        with about(job=lease.job, task=lease.task, shard=lease.shard):
+            outcome, pause = await self._outcome(slot)
+            self._shop.figures.tasks.labels(lease.kind, outcome).inc()
+            log.info("%s of %s: %s", lease.task, lease.job, outcome)
         if pause and not self._leaving:
             # This worker leaves the job alone, not others: one of them may well run what it cannot. The slot
             # waits a little too, or a store that refuses everything would be asked for one job after another.

@@ -74,6 +74,17 @@ class Upkeep:
                 await asyncio.wait_for(self._hurried.wait(), EVERY_S)
             self._hurried.clear()
 
+    def readiness(self) -> tuple[bool, dict[str, str]]:
+        """Whether tasks are taken, and what to tell an orchestrator of it. Called from other threads."""
+        unfit, phase = self._shop.fitness.message, self._serving.phase
+        return phase == "ready" and not unfit and not self._away, {
+            "worker": self._shop.settings.worker_id,
+            "state": "sick" if unfit and phase == "ready" else phase,
+            "message": unfit or self._serving.message,
+            "loaded": self._leasing.loaded if phase == "ready" else "",
+            "redis": "away" if self._away else "ok",
+        }
+
     async def say(self) -> None:
         """One heartbeat of the registry. One that had not heard of us is new, or has lost its memory."""
         if not await self._state.heartbeat(self._info(), int(LIVES_S * 1000)):

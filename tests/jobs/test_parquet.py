@@ -210,6 +210,19 @@ def test_a_parquet_file_that_is_not_ours_is_refused(tmp_path: Path) -> None:
         list(read_rows(tmp_path / "x"))
 
 
+def test_a_file_of_the_first_version_is_read_with_nulls_for_what_it_lacks(tmp_path: Path) -> None:
+    first = pa.schema(list(SCHEMA)[:-1], {"pagemill.schema_version": "1"})
+    assert first.names[-1] == "metadata"
+    batch = batch_of([done(0, total_ms=5.0), failed(1)]).select(first.names)
+    pq.write_table(pa.Table.from_batches([batch.cast(first)]), tmp_path / "old.parquet")
+    assert list(read_rows(tmp_path / "old.parquet")) == [done(0, total_ms=5.0), failed(1)]
+    (some,) = read_batches(tmp_path / "old.parquet", columns=["row_index", "finished_at"])
+    assert some.to_pylist() == [{"row_index": 0, "finished_at": None}, {"row_index": 1, "finished_at": None}]
+    new = tmp_path / "new.parquet"
+    write_batches(new, read_batches(tmp_path / "old.parquet"))  # as a merge of old segments does
+    assert pq.read_schema(new).equals(SCHEMA)
+
+
 def test_half_a_character_does_not_cost_other_rows_their_results(tmp_path: Path) -> None:
     rows = [
         done(0, "fine", choices=[{"index": 0, "text": "\ud83d\ude00 \ud800", "finish_reason": "stop"}]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagemill.worker.logs import set_up_logging
+from pagemill.worker.logs import about, about_row, set_up_logging
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +59,43 @@ def test_libraries_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     logging.getLogger("botocore").info("endpoint")
     logging.getLogger("pagemill.engine").info("ready")
     assert capsys.readouterr().err.splitlines()[0].endswith("pagemill.engine  ready")
+
+
+async def test_a_line_knows_its_job_and_shard_wherever_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("info", "json", worker="w1")
+    log = logging.getLogger("pagemill.worker")
+    with about(job="j", task="shard:3", shard=3):
+        await asyncio.gather(asyncio.to_thread(log.info, "from a thread"), _said(log))
+        with about(row=7):
+            log.info("of a row")
+    log.info("of nothing")
+    log.info("by hand", extra=about_row("j2/4/000001.5/9"))
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    found = {line["message"]: {name: line.get(name) for name in ("job", "shard", "row")} for line in lines}
+    assert found["from a thread"] == found["from a task"] == {"job": "j", "shard": 3, "row": None}
+    assert found["of a row"] == {"job": "j", "shard": 3, "row": 7}
+    assert found["of nothing"] == {"job": None, "shard": None, "row": None}
+    assert found["by hand"] == {"job": "j2", "shard": 4, "row": 9}
+    assert {line["worker"] for line in lines} == {"w1"}
+
+
+async def _said(log: logging.Logger) -> None:
+    log.info("from a task")
+
+
+@pytest.mark.parametrize("rid", ["", "canary", "j/x/f/1", "j/1/f/1/canary"])
+def test_an_id_that_is_no_row_s_says_nothing(rid: str) -> None:
+    assert about_row(rid) == {}
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_secret_is_in_a_line_whoever_wrote_it(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_logging("info", form, secrets=["hushhush"])  # type: ignore[arg-type]
+    try:
+        raise OSError("cannot reach redis://me:quiet@host with hushhush")
+    except OSError:
+        logging.getLogger("botocore").exception("key %s at %s", "hushhush", "http://k:quiet@s3:9000")
+    said = capsys.readouterr().err
+    assert "hushhush" not in said
+    assert "quiet" not in said
+    assert "***@host" in said

@@ -18,16 +18,6 @@ def fetched(port: int) -> str:
     return text
 
 
-def test_it_answers_on_loopback_and_stops() -> None:
-    figures = Figures()
-    port = figures.serve(0)
-    figures.row("completed", 7, 5, 0)
-    assert 'pagemill_tokens_total{kind="prompt"} 7.0' in fetched(port)
-    figures.close()
-    with pytest.raises(OSError):
-        fetched(port)
-
-
 def test_times_of_a_row_that_never_started_are_left_out() -> None:
     figures = Figures()
     figures.times({"queued_ms": 500.0, "first_token_ms": 750.0, "total_ms": 2750.0, "inter_token_ms": 20.0})

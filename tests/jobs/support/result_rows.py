@@ -22,8 +22,8 @@ def done(row_index: int, text: str = "", **more: Any) -> ResultRow:
     return ResultRow(row_index, f"row-{row_index}", row_index + 1, "completed", text=text, **values)
 
 
-def failed(row_index: int, code: str = "prompt_too_long", **more: Any) -> ResultRow:
-    message = f"line {row_index + 1}: it failed"
+def failed(row_index: int, code: str = "prompt_too_long", message: str = "", **more: Any) -> ResultRow:
+    message = message or f"line {row_index + 1}: it failed"
     return ResultRow(
         row_index, f"row-{row_index}", row_index + 1, "failed", error_code=code, error_message=message, **more
     )
@@ -65,6 +65,7 @@ def any_row(draw: st.DrawFn, row_index: int) -> ResultRow:
         "model": draw(st.none() | texts),
         "requested_model": draw(st.none() | texts),
         "metadata": draw(json_texts),
+        "finished_at": draw(times),
     }
     if draw(st.booleans()):
         code, message = draw(st.sampled_from(["a", "b"])), draw(texts.filter(bool))
