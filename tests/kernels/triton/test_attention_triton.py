@@ -125,7 +125,6 @@ def test_a_row_has_the_same_bits_beside_any_others(device: torch.device, window:
         assert torch.equal(alone, together[starts[row] : starts[row + 1]])
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_a_broken_row_breaks_alone(device: torch.device) -> None:
     step = make_step([Row(20), Row(30), Row(24, new=4), Row(600), Row(600)], head_dim=16)
     before = run(step, device)
