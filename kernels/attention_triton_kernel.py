@@ -70,7 +70,7 @@ def _attend(
         offset = token % BLOCK
         key_at = (block * block_stride)[None, :] + (d * BLOCK)[:, None] + offset[None, :]
         # What the compiler cannot see: the tokens of a block have one block id.
-        key_at = tl.max_contiguous(tl.multiple_of(key_at, (16, 16)), (1, 16))
+        key_at = tl.max_contiguous(tl.multiple_of(key_at, (1, 16)), (1, 16))
         value_at = (block * block_stride)[:, None] + (offset * HEAD_DIM)[:, None] + d[None, :]
         if MASKED:
             token_seen = (token < stop) & (token >= low)

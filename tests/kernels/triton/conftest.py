@@ -7,6 +7,7 @@ wrong for bfloat16 (it multiplies the bit patterns), so interpreted tests take f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,15 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def poisoned() -> Iterator[None]:
-    """What is allocated and not written holds NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that are allocated and not written are NaN."""
+    empty = torch.empty
+
+    def full_of_nan(*size: Any, **options: Any) -> torch.Tensor:
+        made = empty(*size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", full_of_nan)
 
 
 @pytest.fixture(autouse=True)
