@@ -38,7 +38,7 @@ def plan_rows(
     tables may be read once for all of those rows, which changes no result. Raises ValueError where these
     contradict each other.
     """
-    if layer.device.type != "cpu":
+    if layer.device.type not in ("cpu", "cuda"):
         raise ValueError(f"there is no attention for device {layer.device.type}")
     return PackedRows(query_lengths, lengths, block_tables, share_prefixes)
 
@@ -62,12 +62,20 @@ def paged_attention(
         raise ValueError(f"a window of {window} keys shows a query nothing")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be above 0, not {softcap}")
-    attend = _implementation(query.shape[2], query.dtype, layer.dtype)
+    attend = _on_cuda() if layer.is_cuda else _on_cpu(query.shape[2], query.dtype, layer.dtype)
     return attend(query, layer, rows, scale, window=window, softcap=softcap)
 
 
 @cache
-def _implementation(head_dim: int, *dtypes: torch.dtype) -> Callable[..., Tensor]:
+def _on_cuda() -> Callable[..., Tensor]:
+    # Here and not above: builds of torch for CPU bring no Triton.
+    from pagemill.kernels import attention_triton
+
+    return attention_triton.paged_attention
+
+
+@cache
+def _on_cpu(head_dim: int, *dtypes: torch.dtype) -> Callable[..., Tensor]:
     reason = attention_cpu.refusal(head_dim, *dtypes)
     if reason is None:
         return attention_cpu.paged_attention

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 @pytest.fixture(autouse=True)
