@@ -2,13 +2,22 @@
 
 Layout of one layer of a block: [2, kv_heads, head_dim * 16]; a head's keys are stored [head_dim, 16],
 its values [16, head_dim]. See engine/cache/storage.py for why.
+
+A memory of 8 bits (int8, or float8_e4m3fn) has a scale for each token and head beside it, float32 [blocks, 2,
+kv_heads, 16] of a layer, keys' first: one for a whole block would change with each token that comes, and
+the block with it.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 BLOCK_SIZE = 16
+# The largest number of each dtype of 8 bits.
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# A token below this counts as zeros: 448 over a smaller number would not be finite.
+SMALLEST_TOKEN = 1e-30
 
 
 def keys_of(layer: Tensor, head_dim: int) -> Tensor:
@@ -29,6 +38,42 @@ def write_kv(layer: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offset
     head_dim = keys.shape[-1]
     keys_of(layer, head_dim)[blocks, :, :, offsets] = keys
     values_of(layer, head_dim)[blocks, :, offsets] = values
+
+
+def write_scaled_kv(
+    layer: Tensor, scales: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offsets: Tensor
+) -> None:
+    """write_kv into a layer of 8 bits and its scales [blocks, 2, kv_heads, 16]."""
+    rounded_keys, key_scales = round_tokens(keys, layer.dtype)
+    rounded_values, value_scales = round_tokens(values, layer.dtype)
+    write_kv(layer, rounded_keys, rounded_values, blocks, offsets)
+    scales[:, 0][blocks, :, offsets] = key_scales
+    scales[:, 1][blocks, :, offsets] = value_scales
+
+
+def round_tokens(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [tokens, heads, head_dim] as 8 bits and float32 scales [tokens, heads]: x = values * scale, nearly.
+
+    The scale of what is not finite is NaN, its values are 0: it comes back as NaN, and only there.
+    """
+    wide, most = x.float(), LARGEST[dtype]
+    largest = wide.abs().amax(-1)
+    finite = largest.isfinite()
+    usable = finite & (largest >= SMALLEST_TOKEN)
+    factor = torch.where(usable, torch.full_like(largest, most) / largest, 0.0)
+    scaled = torch.where(usable[..., None], wide, 0.0) * factor[..., None]
+    values = (scaled.round_() if dtype is torch.int8 else scaled).to(dtype)
+    return values, torch.where(finite, torch.where(usable, largest / most, 0.0), torch.nan)
+
+
+def read_scaled_keys(layer: Tensor, scales: Tensor, head_dim: int) -> Tensor:
+    """keys_of a layer of 8 bits, float32 [blocks, kv_heads, head_dim, 16]."""
+    return keys_of(layer, head_dim).float() * scales[:, 0, :, None, :]
+
+
+def read_scaled_values(layer: Tensor, scales: Tensor, head_dim: int) -> Tensor:
+    """values_of a layer of 8 bits, float32 [blocks, kv_heads, 16, head_dim]."""
+    return values_of(layer, head_dim).float() * scales[:, 1, :, :, None]
 
 
 def clear_blocks(storage: Tensor, blocks: Tensor) -> None:

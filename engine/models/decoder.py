@@ -103,10 +103,8 @@ class Layer:
     def _attend(self, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        if self.qk_norm is not None:
-            turning = heads[:, : spec.num_heads + spec.num_kv_heads]
-            turning.copy_(rms_norm(turning, self.qk_norm, spec.norm_eps))
-        query = rope_write(heads, spec.num_heads, angles, layer, inputs.blocks, inputs.offsets)
+        places = (layer, inputs.blocks, inputs.offsets)
+        query = rope_write(heads, spec.num_heads, angles, *places, norm=self.qk_norm, eps=spec.norm_eps)
         out = paged_attention(
             query, layer, inputs.rows, spec.scale, window=self.window, softcap=spec.attention_softcap
         )
