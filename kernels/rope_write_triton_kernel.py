@@ -99,6 +99,7 @@ def rope_write_kernel(
                 tl.store(rows + j[None, :], rest.to(narrow), mask=passing)
         else:
             kv = head - num_heads
+            stored: tl.constexpr = layer.dtype.element_ty
             if MOST > 0:
                 largest = tl.maximum(magnitude(first), magnitude(second))
                 if REST_BLOCK > 0:
@@ -106,33 +107,37 @@ def rope_write_kernel(
                 factor, scale = factor_and_scale(largest, MOST, TINY)
                 at = place * scale_block_stride + kv * BLOCK_SIZE + offset
                 tl.store(scales + at, scale, mask=there)
-                first = _rounded(first, factor, layer.dtype.element_ty)
-                second = _rounded(second, factor, layer.dtype.element_ty)
+                low = _rounded(first, factor, stored)
+                high = _rounded(second, factor, stored)
                 if REST_BLOCK > 0:
-                    rest = _rounded(rest, factor, layer.dtype.element_ty)
+                    tail = _rounded(rest, factor, stored)
+            else:
+                low, high = first.to(stored), second.to(stored)
+                if REST_BLOCK > 0:
+                    tail = rest.to(stored)
             keys = layer + place[None, :] * block_stride + kv * head_stride + offset[None, :]
             dims = i[:, None] * BLOCK_SIZE
-            turning = there[None, :] & (i < HALF)[:, None]
-            stored = layer.dtype.element_ty
-            tl.store(keys + dims, tl.trans(first.to(stored)), mask=turning)
-            tl.store(keys + HALF * BLOCK_SIZE + dims, tl.trans(second.to(stored)), mask=turning)
+            upright = there[None, :] & (i < HALF)[:, None]
+            tl.store(keys + dims, tl.trans(low), mask=upright)
+            tl.store(keys + HALF * BLOCK_SIZE + dims, tl.trans(high), mask=upright)
             if REST_BLOCK > 0:
-                passing = there[None, :] & (j < HEAD_DIM)[:, None]
-                tl.store(keys + j[:, None] * BLOCK_SIZE, tl.trans(rest.to(stored)), mask=passing)
+                upright_rest = there[None, :] & (j < HEAD_DIM)[:, None]
+                tl.store(keys + j[:, None] * BLOCK_SIZE, tl.trans(tail), mask=upright_rest)
     else:
         kv = head - num_heads - kv_heads
         d = tl.arange(0, DIM_BLOCK)
         inside = there[:, None] & (d < HEAD_DIM)[None, :]
         value = tl.load(rows + d[None, :], mask=inside, other=0.0)
-        if MOST > 0:
-            value = value.to(tl.float32)
-            factor, scale = factor_and_scale(magnitude(value), MOST, TINY)
-            at = place * scale_block_stride + (kv_heads + kv) * BLOCK_SIZE + offset
-            tl.store(scales + at, scale, mask=there)
-            value = _rounded(value, factor, layer.dtype.element_ty)
         values = layer + place[:, None] * block_stride + kind_stride + kv * head_stride
-        at = values + offset[:, None] * HEAD_DIM + d[None, :]
-        tl.store(at, value.to(layer.dtype.element_ty), mask=inside)
+        values += offset[:, None] * HEAD_DIM + d[None, :]
+        if MOST > 0:
+            wide = value.to(tl.float32)
+            value_factor, value_scale = factor_and_scale(magnitude(wide), MOST, TINY)
+            value_at = place * scale_block_stride + (kv_heads + kv) * BLOCK_SIZE + offset
+            tl.store(scales + value_at, value_scale, mask=there)
+            tl.store(values, _rounded(wide, value_factor, layer.dtype.element_ty), mask=inside)
+        else:
+            tl.store(values, value.to(layer.dtype.element_ty), mask=inside)
 
 
 @triton.jit

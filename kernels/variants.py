@@ -1,4 +1,8 @@
-"""What is compiled ahead of time: a kernel, its argument types and how it is launched."""
+"""What a Triton kernel is compiled as: one row of the table of canonical variants.
+
+Each `*_triton.py` beside this file lists its own in `variants()`, with the tile, warps and stages that its
+launches use; compile.py compiles them all. Needs no Triton to be imported.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# How products and sums are contracted, said at every launch, since Triton's own default differs by release.
+# Whether a * b + c may become one instruction. The default differs between versions of Triton, and with it
+# the last bits of a result: every launch and every compilation passes this.
 FP_FUSION = True
+
+TARGETS = (80, 90, 100)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """See the table in README.md."""
+    """One compilation of a kernel, but for the card.
+
+    kernel: the `@triton.jit` function. name: unique within the kernel. signature: type of each run-time
+    argument in order, as Triton writes it ("*bf16", "i32", "fp32"), with ":16" where the value, or the
+    address, is divisible by 16 at every launch: without that loads are not vectorised. constexprs: all other
+    arguments. targets: compute capabilities times ten.
+    """
 
     kernel: Any
     name: str
     signature: Mapping[str, str]
     constexprs: Mapping[str, object]
-    num_warps: int = 4
-    num_stages: int = 3
-    targets: tuple[int, ...] = (80, 90, 100)
+    num_warps: int
+    num_stages: int
+    targets: tuple[int, ...] = TARGETS
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.kernel.__name__}/{self.name}"

@@ -8,6 +8,7 @@ a test uses ids and keys of its own.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Without a card Triton kernels are interpreted, which is settled for the whole process by the first import of
+# Triton, and some library may do that before a test of kernels is collected.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 if TYPE_CHECKING:
     from pagemill.jobs.storage import Storage, StorageOptions

@@ -1,21 +1,25 @@
+"""Where Triton kernels are tested: natively on a card if there is one, else interpreted on tensors of the CPU.
+
+tests/conftest.py has chosen the interpreter before anything could import Triton. Its matrix products are
+wrong for bfloat16 (it multiplies the bit patterns), so interpreted tests take float16 and float32.
+"""
+
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
-
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def silent_numpy() -> Iterator[None]:
+    """What overflows or divides by zero behind a mask is meant to, and numpy interprets."""
     with np.errstate(all="ignore"):
         yield
