@@ -1,4 +1,4 @@
-"""Launches gated activations in Triton, for activation.py; may not be imported where triton may be missing."""
+"""Launches gated activations in Triton, for activation.py; not to be imported where triton may be missing."""
 
 from __future__ import annotations
 

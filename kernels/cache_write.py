@@ -10,14 +10,11 @@ the block with it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from pagemill.kernels.eight_bits import round_rows
+
 BLOCK_SIZE = 16
-# The largest number of each dtype of 8 bits.
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# A token below this counts as zeros: 448 over a smaller number would not be finite.
-SMALLEST_TOKEN = 1e-30
 
 
 def keys_of(layer: Tensor, head_dim: int) -> Tensor:
@@ -43,27 +40,15 @@ def write_kv(layer: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offset
 def write_scaled_kv(
     layer: Tensor, scales: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offsets: Tensor
 ) -> None:
-    """write_kv into a layer of 8 bits and its scales [blocks, 2, kv_heads, 16]."""
-    rounded_keys, key_scales = round_tokens(keys, layer.dtype)
-    rounded_values, value_scales = round_tokens(values, layer.dtype)
+    """write_kv into a layer of 8 bits and its scales [blocks, 2, kv_heads, 16].
+
+    What is not finite reads back as NaN, all of its token's head and nothing else.
+    """
+    rounded_keys, key_scales = round_rows(keys, layer.dtype)
+    rounded_values, value_scales = round_rows(values, layer.dtype)
     write_kv(layer, rounded_keys, rounded_values, blocks, offsets)
     scales[:, 0][blocks, :, offsets] = key_scales
     scales[:, 1][blocks, :, offsets] = value_scales
-
-
-def round_tokens(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [tokens, heads, head_dim] as 8 bits and float32 scales [tokens, heads]: x = values * scale, nearly.
-
-    The scale of what is not finite is NaN, its values are 0: it comes back as NaN, and only there.
-    """
-    wide, most = x.float(), LARGEST[dtype]
-    largest = wide.abs().amax(-1)
-    finite = largest.isfinite()
-    usable = finite & (largest >= SMALLEST_TOKEN)
-    factor = torch.where(usable, torch.full_like(largest, most) / largest, 0.0)
-    scaled = torch.where(usable[..., None], wide, 0.0) * factor[..., None]
-    values = (scaled.round_() if dtype is torch.int8 else scaled).to(dtype)
-    return values, torch.where(finite, torch.where(usable, largest / most, 0.0), torch.nan)
 
 
 def read_scaled_keys(layer: Tensor, scales: Tensor, head_dim: int) -> Tensor:

@@ -119,7 +119,7 @@ def as_json(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagemill.kernels.compile")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True)
-    parser.add_argument("--only", default="", metavar="REGEX", help="variants whose kernel/name it is found in")
+    parser.add_argument("--only", default="", metavar="REGEX", help="found in kernel/variant")
     parser.add_argument("--target", type=int, action="append", choices=TARGETS, help="default: all")
     options = parser.parse_args(arguments)
     # Interpreted kernels cannot be compiled; a shell in which tests are run may ask for them.

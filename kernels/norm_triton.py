@@ -1,4 +1,4 @@
-"""Launches RMSNorm in Triton, for norm.py; may not be imported where triton may be missing."""
+"""Launches RMSNorm in Triton, for norm.py; not to be imported where triton may be missing."""
 
 from __future__ import annotations
 

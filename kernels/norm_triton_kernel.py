@@ -50,7 +50,7 @@ def add_rms_norm_kernel(
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program i: residual[i] += x[i], normalised by inner_weight first if INNER; out[i] = the norm of that."""
+    """Program i: residual[i] += x[i], by way of inner_weight if INNER; out[i] = the norm of that."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width

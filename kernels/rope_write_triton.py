@@ -1,4 +1,4 @@
-"""Launches norm, rotation and write in Triton, for rope_write.py; may not be imported where triton may be missing."""
+"""Launches rope_write in Triton, for rope_write.py; not to be imported where triton may be missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pagemill.kernels.cache_write import LARGEST, SMALLEST_TOKEN
+from pagemill.kernels.eight_bits import LARGEST, SMALLEST_ROW
 from pagemill.kernels.rope_write_triton_kernel import rope_write_kernel
 from pagemill.kernels.variants import FP_FUSION, Variant
 
@@ -27,7 +27,10 @@ def rope_write(
     eps: float = 0.0,
     scales: Tensor | None = None,
 ) -> None:
-    """rope_write.rope_write, queries turned in place; heads of a token lie together, cos and sin contiguous."""
+    """rope_write.rope_write, queries turned in place.
+
+    The heads of a token lie together; cos, sin and norm are contiguous, and blocks and offsets int64.
+    """
     tokens, all_heads, head_dim = heads.shape
     if not tokens:
         return
@@ -65,7 +68,7 @@ def constexprs(head_dim: int, half: int, norm: bool, stored: torch.dtype) -> dic
         "HALF": half,
         "NORM": norm,
         "MOST": LARGEST.get(stored, 0.0),
-        "TINY": SMALLEST_TOKEN,
+        "TINY": SMALLEST_ROW,
         "TOKENS": TOKENS,
         "HALF_BLOCK": triton.next_power_of_2(half),
         "REST_BLOCK": triton.next_power_of_2(rest) if rest else 0,

@@ -22,9 +22,9 @@ def to_int8(x):
 
 @triton.jit
 def to_fp8(x):
-    """The nearest float8_e4m3fn, the even one of two, for |x| <= 448 (Micikevicius et al., "FP8 formats", 2022)."""
+    """The nearest float8_e4m3fn, the even one of two, for |x| <= 448 (Micikevicius et al., 2022)."""
     bits = x.to(tl.int32, bitcast=True)
-    # Adding just below half of the last of 3 mantissa bits, and 1 more if that is odd, carries as rounding does.
+    # Adding just below half of the last of 3 mantissa bits, and 1 more if that is odd, carries as rounding.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     # Below 2^-6 numbers lie 2^-9 apart, as float32 numbers do at 1.5 * 2^14.
     subnormal = (x + 24576.0) - 24576.0
@@ -34,10 +34,7 @@ def to_fp8(x):
 @triton.jit
 def to_8_bits(x, dtype: tl.constexpr):
     """x in int8 or float8_e4m3fn."""
-    if dtype == tl.int8:
-        return to_int8(x)
-    else:
-        return to_fp8(x)
+    return to_int8(x) if dtype == tl.int8 else to_fp8(x)
 
 
 @triton.jit
@@ -58,4 +55,4 @@ def factor_and_scale(largest, most, TINY: tl.constexpr):
 def magnitude(x):
     """The largest absolute value along the last axis, infinite if any is NaN."""
     size = tl.abs(x)
-    return tl.max(tl.where(size == size, size, float("inf")), axis=1)
+    return tl.max(tl.where(size == size, size, float("inf")), axis=-1)

@@ -1,4 +1,4 @@
-"""Where Triton kernels are tested: natively on a card if there is one, else interpreted on tensors of the CPU.
+"""Where Triton kernels are tested: on a card if there is one, else interpreted on tensors of the CPU.
 
 tests/conftest.py has chosen the interpreter before anything could import Triton. Its matrix products are
 wrong for bfloat16 (it multiplies the bit patterns), so interpreted tests take float16 and float32.
@@ -18,8 +18,16 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """What is allocated and not written holds NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
-def silent_numpy() -> Iterator[None]:
-    """What overflows or divides by zero behind a mask is meant to, and numpy interprets."""
+def quiet() -> Iterator[None]:
+    """A card says nothing of overflow and of NaN, which kernels mean; numpy, which interprets them, would."""
     with np.errstate(all="ignore"):
         yield

@@ -11,6 +11,7 @@ from pagemill.kernels import activation_triton
 # Interpreted, a number is cut to bfloat16 and not rounded.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 
+
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "width"), [(0, 8), (1, 1), (3, 1025), (2, 96)])
@@ -23,7 +24,9 @@ def test_it_is_the_torch_form(
     active = F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
     found = activation_triton.gate(gate_up, gelu=gelu)
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found, active * up, rtol=8 * eps if dtype is torch.float32 else 2 * eps, atol=1e-5)
+    torch.testing.assert_close(
+        found, active * up, rtol=8 * eps if dtype is torch.float32 else 2 * eps, atol=1e-5
+    )
 
 
 def test_large_gates_neither_overflow_nor_give_nan(device: torch.device) -> None:

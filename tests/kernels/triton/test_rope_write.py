@@ -24,7 +24,9 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_avail
 class Step:
     """Random heads, angles and places of some tokens; no two places are the same."""
 
-    def __init__(self, device: torch.device, tokens: int, head_dim: int, half: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: torch.device, tokens: int, head_dim: int, half: int, dtype: torch.dtype
+    ) -> None:
         self.angles = rope_angles(
             torch.arange(100, 100 + tokens, device=device), torch.rand(half, device=device), dtype
         )
@@ -94,7 +96,9 @@ def test_eight_bits_are_those_of_the_plain_form(
     step = Step(device, tokens, head_dim, half, dtype)
     step.heads[0, NUM_HEADS:] = 0
     expected, found = step.storage(stored, 77.0), step.storage(stored, 77.0)
-    expected_scales, scales = (torch.full((step.blocks, 3, 2, KV_HEADS, 16), 5.0, device=device) for _ in "12")
+    expected_scales, scales = (
+        torch.full((step.blocks, 3, 2, KV_HEADS, 16), 5.0, device=device) for _ in "12"
+    )
     _, keys, values = step.turned(None, 0.0)
     write_scaled_kv(expected[:, 1], expected_scales[:, 1], keys, values, *step.places)
     rope_write_triton.rope_write(
