@@ -49,6 +49,10 @@ class Int8Weight:
 class Adding(Protocol):
     """A layer that can add its output to a residual in the same pass."""
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, in] -> [tokens, out]."""
+        ...
+
     def adds(self, residual: Tensor) -> bool:
         """Whether it takes this one."""
         ...

@@ -121,7 +121,7 @@ def round_constexprs(width: int, dtype: torch.dtype, block: int) -> dict[str, ob
 
 
 def round_warps(width: int) -> int:
-    return min(16, max(1, triton.next_power_of_2(width) // 512))
+    return int(min(16, max(1, triton.next_power_of_2(width) // 512)))
 
 
 def multiply_constexprs(dtype: torch.dtype, shape: Tile, add: bool) -> dict[str, object]:

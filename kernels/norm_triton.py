@@ -61,7 +61,7 @@ def add_rms_norm(
 
 def num_warps(width: int) -> int:
     """So that a lane holds 8 to 32 numbers: loads of 16 bytes, and no spilling at 16,384."""
-    return min(16, max(1, triton.next_power_of_2(width) // 512))
+    return int(min(16, max(1, triton.next_power_of_2(width) // 512)))
 
 
 def variants() -> list[Variant]:

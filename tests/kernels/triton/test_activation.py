@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from pagemill.kernels import activation_triton
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 # Interpreted, a number is cut to bfloat16 and not rounded.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 

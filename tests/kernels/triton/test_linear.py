@@ -11,6 +11,8 @@ from pagemill.kernels.eight_bits import round_rows
 from pagemill.kernels.linear_fp8 import FP8, Fp8Linear
 from pagemill.kernels.linear_int8 import Int8Linear, block_of, quantize_rows, rotate
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 DTYPES = [torch.float32, torch.float16]
 
 

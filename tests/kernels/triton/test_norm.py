@@ -8,6 +8,8 @@ import torch
 from pagemill.kernels import norm_triton
 from pagemill.kernels.norm import rms_norm_torch
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 # Interpreted, a number is cut to bfloat16 and not rounded.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 

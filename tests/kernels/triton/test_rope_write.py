@@ -16,6 +16,8 @@ from pagemill.kernels.cache_write import (
 from pagemill.kernels.norm import rms_norm_torch
 from pagemill.kernels.rotary import apply_rope, rope_angles
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 NUM_HEADS, KV_HEADS = 4, 2
 # Interpreted, a number is cut to bfloat16 and not rounded.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()

@@ -10,6 +10,8 @@ import torch
 from pagemill.kernels import row_table_triton
 from pagemill.kernels.row_table import DecodeInputs, RowTable, advance_torch, decode_inputs_torch
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 
 def random_table(device: torch.device, slots: int, blocks: int) -> RowTable:
     computed = torch.randint(0, blocks * 16, (slots,), dtype=torch.int32, device=device)

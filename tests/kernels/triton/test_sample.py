@@ -11,6 +11,8 @@ from torch import Tensor
 from pagemill.kernels import sample, sample_triton
 from pagemill.kernels.sample_triton_kernel import gumbel, noise_bits
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 Options = dict[str, float]
 
 

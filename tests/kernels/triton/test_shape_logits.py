@@ -8,6 +8,8 @@ import torch
 from pagemill.kernels import shape_logits_triton
 from pagemill.kernels.shape_logits import IN_PROMPT, Shaping, shape_logits_torch
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 
 def random_shaping(device: torch.device, slots: int, vocabulary: int, biases: int, ends: int) -> Shaping:
     def some(count: int) -> torch.Tensor:
