@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,23 +44,6 @@ class Int8Weight:
     bias: Tensor
 
 
-@runtime_checkable
-class Adding(Protocol):
-    """A layer that can add its output to a residual in the same pass."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, in] -> [tokens, out]."""
-        ...
-
-    def adds(self, residual: Tensor) -> bool:
-        """Whether it takes this one."""
-        ...
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds the layer's output for x to `residual` [tokens, out] in place."""
-        ...
-
-
 class Int8Linear:
     """y = x W^T + b for x [tokens, in] in float32 or bfloat16; weight [out, in], bias [out] or None.
 
@@ -81,7 +63,7 @@ class Int8Linear:
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Adds the layer's output for x to `residual` [tokens, out] in place."""
         layer = self._multiply
-        if isinstance(layer, Adding) and layer.adds(residual) and residual.dtype == x.dtype:
+        if isinstance(layer, linear_int8_cpu.Layer) and layer.adds(residual) and residual.dtype == x.dtype:
             layer.add_to(residual, x)
         else:
             residual.add_(self(x))

@@ -54,22 +54,10 @@ class Layer:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> [tokens, out] in x's dtype."""
-        out = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, device=x.device)
-        self._multiply(x, out, add=False)
-        return out
-
-    def adds(self, residual: Tensor) -> bool:
-        """Whether `add_to` takes this residual."""
-        return residual.stride(-1) == 1
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """Adds the layer's output for x to `residual` [tokens, out] in place."""
-        self._multiply(x, residual, add=True)
-
-    def _multiply(self, x: Tensor, out: Tensor, *, add: bool) -> None:
         rows = x.shape[0]
+        out = torch.empty((rows, self.out_features), dtype=x.dtype, device=x.device)
         if not rows:
-            return
+            return out
         rounded, scales = round_rows(x, self.values.dtype, self.block)
         shape = tile(rows)
         programs = triton.cdiv(rows, shape.m) * triton.cdiv(self.out_features, shape.n)
@@ -84,17 +72,17 @@ class Layer:
             self.out_features,
             self.in_features,
             out.stride(0),
-            **multiply_constexprs(self.values.dtype, shape, add),
+            **multiply_constexprs(self.values.dtype, shape),
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             enable_fp_fusion=FP_FUSION,
         )
+        return out
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, block: int) -> tuple[Tensor, Tensor]:
     """eight_bits.round_rows of x [rows, width], rotated in blocks of `block`."""
-    if x.stride(-1) != 1:
-        x = x.contiguous()
+    x = x if x.stride(-1) == 1 else x.contiguous()
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     round_rows_kernel[(x.shape[0],)](
@@ -124,9 +112,9 @@ def round_warps(width: int) -> int:
     return int(min(16, max(1, triton.next_power_of_2(width) // 512)))
 
 
-def multiply_constexprs(dtype: torch.dtype, shape: Tile, add: bool) -> dict[str, object]:
+def multiply_constexprs(dtype: torch.dtype, shape: Tile) -> dict[str, object]:
     blocks = {"BLOCK_M": shape.m, "BLOCK_N": shape.n, "BLOCK_K": shape.k}
-    return {"INTEGER": dtype is torch.int8, "ADD": add, **blocks, "GROUP": GROUP}
+    return {"INTEGER": dtype is torch.int8, **blocks, "GROUP": GROUP}
 
 
 NAMES = {torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}
@@ -137,31 +125,27 @@ def variants() -> list[Variant]:
     found = []
     for dtype, name in NAMES.items():
         targets = (80, 90, 100) if dtype is torch.int8 else (90, 100)
-        found += [
-            _multiply(dtype, rows, add, targets) for rows, add in ((16, False), (64, True), (512, False))
-        ]
+        found += [_multiply(dtype, rows, targets) for rows in (16, 64, 512)]
         for width in (4096, 14336):
             block = 128 if dtype is torch.int8 else 1
             signature = {"x": "*bf16:16", "values": f"*{name}:16", "scales": "*fp32:16"}
             signature |= {"row_stride": "i32:16", "width": "i32:16"}
             constexprs = round_constexprs(width, dtype, block)
-            warps = round_warps(width)
-            found.append(
-                Variant(round_rows_kernel, f"{name}-{width}", signature, constexprs, warps, 1, targets)
-            )
+            how = (constexprs, round_warps(width), 1, targets)
+            found.append(Variant(round_rows_kernel, f"{name}-{width}", signature, *how))
     return found
 
 
-def _multiply(dtype: torch.dtype, rows: int, add: bool, targets: tuple[int, ...]) -> Variant:
+def _multiply(dtype: torch.dtype, rows: int, targets: tuple[int, ...]) -> Variant:
     name, shape = NAMES[dtype], tile(rows)
     signature = {"values": f"*{name}:16", "scales": "*fp32:16", "weight": f"*{name}:16"}
     signature |= {"weight_scales": "*fp32:16", "bias": "*fp32:16", "out": "*bf16:16"}
     signature |= {"rows": "i32", **dict.fromkeys(["outputs", "inputs", "out_stride"], "i32:16")}
     return Variant(
         multiply_kernel,
-        f"{name}-m{shape.m}{'-add' if add else ''}",
+        f"{name}-m{shape.m}",
         signature,
-        multiply_constexprs(dtype, shape, add),
+        multiply_constexprs(dtype, shape),
         shape.num_warps,
         shape.num_stages,
         targets,

@@ -62,13 +62,12 @@ def multiply_kernel(
     inputs,
     out_stride,
     INTEGER: tl.constexpr,
-    ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out [rows, outputs] = (values weight^T) * scales * weight_scales + bias, added to what is there if ADD.
+    """out [rows, outputs] = (values weight^T) * scales * weight_scales + bias.
 
     values [rows, inputs], weight [outputs, inputs] of 8 bits; scales [rows]; weight_scales, bias [outputs].
     """
@@ -98,7 +97,4 @@ def multiply_kernel(
     result = (result + tl.load(bias + n, mask=n < outputs, other=0.0)[None, :]).to(out.dtype.element_ty)
     places = out + m.to(tl.int64)[:, None] * out_stride + n[None, :]
     inside = (m < rows)[:, None] & (n < outputs)[None, :]
-    if ADD:
-        before = tl.load(places, mask=inside, other=0.0)
-        result = (before.to(tl.float32) + result.to(tl.float32)).to(out.dtype.element_ty)
     tl.store(places, result, mask=inside)

@@ -67,16 +67,6 @@ def test_the_largest_integers_do_not_saturate(device: torch.device) -> None:
     assert (found == -127.0 * 127.0 * 300).all()
 
 
-@pytest.mark.parametrize("rows", [1, 20])
-def test_a_sum_with_a_residual_is_that_of_two_steps(device: torch.device, rows: int) -> None:
-    layer = Int8Linear(torch.randn(50, 64).to(device), route="triton")
-    x, whole = torch.randn(rows, 64, device=device), torch.randn(rows, 3, 50, device=device)
-    expected = whole.clone()
-    expected[:, 1] += layer(x)
-    layer.add_to(whole[:, 1], x)
-    assert torch.equal(whole, expected)
-
-
 def test_a_row_has_the_same_bits_beside_any_rows(device: torch.device) -> None:
     layer = Int8Linear(torch.randn(40, 96).to(device), route="triton")
     x = torch.randn(70, 96, device=device)
