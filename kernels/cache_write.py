@@ -2,11 +2,17 @@
 
 Layout of one layer of a block: [2, kv_heads, head_dim * 16]; a head's keys are stored [head_dim, 16],
 its values [16, head_dim]. See engine/cache/storage.py for why.
+
+A memory of 8 bits (int8, or float8_e4m3fn) has a scale for each token and head beside it, float32 [blocks, 2,
+kv_heads, 16] of a layer, keys' first: one for a whole block would change with each token that comes, and
+the block with it.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
+
+from pagemill.kernels.eight_bits import round_rows
 
 BLOCK_SIZE = 16
 
@@ -29,6 +35,30 @@ def write_kv(layer: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offset
     head_dim = keys.shape[-1]
     keys_of(layer, head_dim)[blocks, :, :, offsets] = keys
     values_of(layer, head_dim)[blocks, :, offsets] = values
+
+
+def write_scaled_kv(
+    layer: Tensor, scales: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offsets: Tensor
+) -> None:
+    """write_kv into a layer of 8 bits and its scales [blocks, 2, kv_heads, 16].
+
+    What is not finite reads back as NaN, all of its token's head and nothing else.
+    """
+    rounded_keys, key_scales = round_rows(keys, layer.dtype)
+    rounded_values, value_scales = round_rows(values, layer.dtype)
+    write_kv(layer, rounded_keys, rounded_values, blocks, offsets)
+    scales[:, 0][blocks, :, offsets] = key_scales
+    scales[:, 1][blocks, :, offsets] = value_scales
+
+
+def read_scaled_keys(layer: Tensor, scales: Tensor, head_dim: int) -> Tensor:
+    """keys_of a layer of 8 bits, float32 [blocks, kv_heads, head_dim, 16]."""
+    return keys_of(layer, head_dim).float() * scales[:, 0, :, None, :]
+
+
+def read_scaled_values(layer: Tensor, scales: Tensor, head_dim: int) -> Tensor:
+    """values_of a layer of 8 bits, float32 [blocks, kv_heads, 16, head_dim]."""
+    return values_of(layer, head_dim).float() * scales[:, 1, :, :, None]
 
 
 def clear_blocks(storage: Tensor, blocks: Tensor) -> None:

@@ -47,14 +47,14 @@ class Int8Weight:
 class Int8Linear:
     """y = x W^T + b for x [tokens, in] in float32 or bfloat16; weight [out, in], bias [out] or None.
 
-    A row of x that holds a NaN or an infinity gives a row of NaN. route: the implementation's name, by
-    default that which was fastest when tried on this machine.
+    On a GPU x may be float16 too. A row of x that holds a NaN or an infinity gives a row of NaN. route: the
+    implementation's name, by default that which was fastest when tried on this machine.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, route: str | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         whole = quantize_weight(weight, bias)
-        name = route or fastest_route(weight.shape[1] % linear_int8_cpu.MULTIPLE == 0)
+        name = route or _route_of(weight)
         self._multiply = ROUTES[name](whole)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Int8Linear:
         """silu(x gate^T) * (x up^T) in one pass, bias [2 * out] the gate's first; None where that is not
         compiled. route: as above."""
         outputs, inputs = gate.shape
-        if inputs % linear_int8_cpu.MULTIPLE or outputs % linear_int8_cpu.PANEL:
+        if gate.device.type != "cpu" or inputs % linear_int8_cpu.MULTIPLE or outputs % linear_int8_cpu.PANEL:
             return None
         kind = route or fastest_route()
         if kind not in linear_int8_cpu.kinds():
@@ -116,10 +116,14 @@ def quantize_weight(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
     values, scales = _rounded(weight, block)
     # Twice a Hadamard matrix is `block` times the identity; dividing by a power of two loses nothing.
     scales /= block
-    return Int8Weight(values, scales, torch.zeros(len(weight)) if bias is None else bias.float())
+    return Int8Weight(values, scales, scales.new_zeros(len(weight)) if bias is None else bias.float())
 
 
 def _rounded(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    if weight.device.type == "cuda":
+        from pagemill.kernels import linear_triton
+
+        return linear_triton.round_rows(weight, torch.int8, block)
     # The compiled form gives the same bits and is many times faster: it loads a model in less time.
     if block % linear_int8_cpu.MULTIPLE == 0 and linear_int8_cpu.kinds() and weight.dtype in COMPILED_DTYPES:
         return linear_int8_cpu.round_rows(weight, block)
@@ -180,13 +184,28 @@ def _compiled(kind: str) -> Callable[[Int8Weight], Multiply]:
     return make
 
 
-# "words" and "bytes" are compiled (linear_int8_cpu.py); the others need torch alone and take any shape.
+def _triton(weight: Int8Weight) -> Multiply:
+    from pagemill.kernels import linear_triton
+
+    block = block_of(weight.values.shape[1])
+    return linear_triton.Layer(weight.values, weight.scales, weight.bias, block)
+
+
+# "words" and "bytes" are compiled (linear_int8_cpu.py), "triton" is for tensors on a GPU
+# (linear_triton.py); the others need torch alone and take any shape.
 ROUTES: dict[str, Callable[[Int8Weight], Multiply]] = {
     "words": _compiled("words"),
     "bytes": _compiled("bytes"),
     "int_mm": _torch_int_mm,
     "float": _reference,
+    "triton": _triton,
 }
+
+
+def _route_of(weight: Tensor) -> str:
+    if weight.device.type == "cuda":
+        return "triton"
+    return fastest_route(weight.shape[1] % linear_int8_cpu.MULTIPLE == 0)
 
 
 @cache

@@ -18,7 +18,7 @@ from pagemill.engine.models.rope import Rope
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.kernels.attention import PackedRows, paged_attention
 from pagemill.kernels.linear import Dense, GatedLinear, Linear, MakeDense
-from pagemill.kernels.norm import rms_norm
+from pagemill.kernels.norm import add_rms_norm, rms_norm
 from pagemill.kernels.rope_write import rope_write
 
 # Gives a weight by name, in the model's dtype and on its device; raises when it is missing or misshapen.
@@ -92,21 +92,23 @@ class Layer:
         self.gated = _gated(make_dense, take, f"{name}.mlp", spec)
         self.down = _joined(make_dense, take, f"{name}.mlp", down, inner, spec.mlp_bias)
 
-    def __call__(self, residual: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> None:
-        """`residual` [tokens, hidden] grows in place by what the two blocks add."""
+    def __call__(
+        self, residual: Tensor, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs, next_norm: Tensor
+    ) -> Tensor:
+        """`residual` [tokens, hidden] grows in place by what the two blocks add; x is its input norm.
+
+        Returns the norm of the grown residual by `next_norm`, which is what follows this layer.
+        """
         eps = self.spec.norm_eps
-        attended = self._attend(rms_norm(residual, self.input_norm, eps), angles, layer, inputs)
-        _add(residual, self.output, attended, self.attended_norm, eps)
-        gated = self.gated(rms_norm(residual, self.mlp_norm, eps))
-        _add(residual, self.down, gated, self.given_norm, eps)
+        attended = self._attend(x, angles, layer, inputs)
+        x = _add(residual, self.output, attended, self.attended_norm, self.mlp_norm, eps)
+        return _add(residual, self.down, self.gated(x), self.given_norm, next_norm, eps)
 
     def _attend(self, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        if self.qk_norm is not None:
-            turning = heads[:, : spec.num_heads + spec.num_kv_heads]
-            turning.copy_(rms_norm(turning, self.qk_norm, spec.norm_eps))
-        query = rope_write(heads, spec.num_heads, angles, layer, inputs.blocks, inputs.offsets)
+        places = (layer, inputs.blocks, inputs.offsets)
+        query = rope_write(heads, spec.num_heads, angles, *places, norm=self.qk_norm, eps=spec.norm_eps)
         out = paged_attention(
             query, layer, inputs.rows, spec.scale, window=self.window, softcap=spec.attention_softcap
         )
@@ -144,9 +146,12 @@ class Decoder:
             # Rounded to the model's dtype before it multiplies, as transformers does.
             residual = residual * torch.tensor(self.spec.embedding_scale, dtype=residual.dtype)
         all_seeing, windowed = self._angles(inputs, residual.dtype)
+        norms = [layer.input_norm for layer in self.layers] + [self.norm]
+        x = rms_norm(residual, norms[0], self.spec.norm_eps)
         for i, layer in enumerate(self.layers):
-            layer(residual, all_seeing if layer.window is None else windowed, storage.layer(i), inputs)
-        return rms_norm(residual, self.norm, self.spec.norm_eps)
+            angles = all_seeing if layer.window is None else windowed
+            x = layer(residual, x, angles, storage.layer(i), inputs, norms[i + 1])
+        return x
 
     def _angles(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Angles, Angles]:
         """Of layers that see all, and of those with a window."""
@@ -195,9 +200,12 @@ def _gated(make_dense: MakeDense, take: Take, prefix: str, spec: DecoderSpec) ->
     return GatedLinear(*weights, *biases, activation=spec.activation, make=make_dense)
 
 
-def _add(residual: Tensor, layer: Dense, x: Tensor, norm: Tensor | None, eps: float) -> None:
-    """Adds layer(x) to `residual` in place, normalised first where the family does."""
-    if norm is None:
+def _add(
+    residual: Tensor, layer: Dense, x: Tensor, inner_norm: Tensor | None, norm: Tensor, eps: float
+) -> Tensor:
+    """Adds layer(x) to `residual` in place, normalised first where the family does, and norms the sum."""
+    if inner_norm is None and residual.device.type == "cpu":
+        # Compiled layers add in the same pass; on a GPU it is the norm that does.
         layer.add_to(residual, x)
-    else:
-        residual.add_(rms_norm(layer(x), norm, eps))
+        return rms_norm(residual, norm, eps)
+    return add_rms_norm(residual, layer(x), norm, eps, inner_norm)

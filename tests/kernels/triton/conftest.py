@@ -21,12 +21,14 @@ def device() -> torch.device:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that are allocated and not written are NaN."""
+    """Numbers that are allocated and not written are NaN, integers the largest."""
     empty = torch.empty
 
     def full_of_nan(*size: Any, **options: Any) -> torch.Tensor:
         made = empty(*size, **options)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
+        if made.dtype == torch.bool:
+            return made.fill_(True)
+        return made.fill_(torch.nan if made.is_floating_point() else torch.iinfo(made.dtype).max)
 
     monkeypatch.setattr(torch, "empty", full_of_nan)
 
