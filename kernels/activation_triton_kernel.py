@@ -1,5 +1,5 @@
 """Gated activations in Triton: a program for a stretch of one token's width."""
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

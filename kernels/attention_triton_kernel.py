@@ -6,7 +6,7 @@ one tile. Two kernels attend: `attend_splits` does rows of one token, a fixed nu
 `attend_tiles` does runs of tokens. `combine_splits` puts the parts of a row together. The records that they
 read are described in attention_triton_plan.py, the layout of a block in cache_write.py.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

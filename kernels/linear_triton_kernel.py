@@ -3,7 +3,7 @@
 int8 is exact: 32-bit sums of 8-bit products. fp8 (e4m3) leaves 14 bits to what Hopper's matrix unit adds up
 by itself, so its sums go over into float32 every BLOCK_K (DeepSeek-V3, 2024, section 3.3).
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

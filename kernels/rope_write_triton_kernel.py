@@ -3,7 +3,7 @@
 A program does one head of TOKENS tokens. Keys lie transposed in a block, 16 tokens side by side, so a tile
 of neighbouring tokens is written along the tokens: one sector of 32 bytes takes 16 keys of a dimension.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

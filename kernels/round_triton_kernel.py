@@ -3,7 +3,7 @@
 The rounding is written out and not left to a conversion: Triton's to int8 cuts, and its interpreter's to
 fp8 is wrong where a mantissa carries over.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

@@ -46,9 +46,12 @@ class DecodeInputs:
     @staticmethod
     def empty(rows: int, device: torch.device) -> DecodeInputs:
         """To be written by `decode_inputs`: a CUDA graph reads the same addresses at each replay."""
-        wide = [torch.empty(rows, dtype=torch.int64, device=device) for _ in range(4)]
+        tokens, positions, blocks, offsets = (
+            torch.empty(rows, dtype=torch.int64, device=device) for _ in range(4)
+        )
         lengths = torch.empty(rows, dtype=torch.int32, device=device)
-        return DecodeInputs(*wide, lengths, torch.empty((rows, 2), dtype=torch.int32, device=device))
+        keys = torch.empty((rows, 2), dtype=torch.int32, device=device)
+        return DecodeInputs(tokens, positions, blocks, offsets, lengths, keys)
 
 
 def decode_inputs(table: RowTable, slots: Tensor, spare: int, out: DecodeInputs) -> None:

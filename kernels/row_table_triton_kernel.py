@@ -1,5 +1,5 @@
 """Reading and advancing the rows that stay on the device, in Triton: for row_table.py."""
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

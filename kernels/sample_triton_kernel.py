@@ -9,7 +9,7 @@ Scaled logits (logit - largest) / temperature are never above 0, so as bits with
 integers that grow as the value falls: "magnitudes" here. Halving over those ends after 31 steps at the very
 border, and tokens that tie there stay in together.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Penalties, bias and held-back ends in Triton, for shape_logits.py: a pass over the rows that have any."""
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
