@@ -50,21 +50,33 @@ SHELL = {"export", "cd", "wait", ".", "exit"}
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a document, as it stands there."""
+    """One command of a document, without comments, pipes, redirections and variables before it."""
 
     document: Path
-    text: str
+    words: list[str]
 
     @property
-    def words(self) -> list[str]:
-        """Without what comments, pipes, redirections and variables before it add."""
-        words = shlex.split(self.text, comments=True)
-        for sign in ("|", "<", ">", "&", "&&"):
-            if sign in words:
-                words = words[: words.index(sign)]
-        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-            words = words[1:]
-        return words
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def simple_commands(line: str) -> Iterator[list[str]]:
+    """The commands of a line that are looked at: the first of a pipe, each between semicolons."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    taken = True
+    for word in [*lexer, ";"]:
+        if word == ";":
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+                words = words[1:]
+            if words:
+                yield words
+            words, taken = [], True
+        elif set(word) <= set("&|<>"):
+            taken = False
+        elif taken:
+            words.append(word)
 
 
 def blocks(document: Path) -> list[str]:
@@ -72,15 +84,13 @@ def blocks(document: Path) -> list[str]:
 
 
 def commands() -> list[Command]:
-    found = []
-    for document in DOCUMENTS:
-        for block in blocks(document):
-            for line in re.sub(r"\\\n\s*", " ", block).splitlines():
-                for part in re.split(r";\s+(?![^'\"]*['\"]\s*$)", line):
-                    command = Command(document, part.strip())
-                    if command.words:
-                        found.append(command)
-    return found
+    return [
+        Command(document, words)
+        for document in DOCUMENTS
+        for block in blocks(document)
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines()
+        for words in simple_commands(line)
+    ]
 
 
 COMMANDS = commands()
