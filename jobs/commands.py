@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from pagemill.jobs import layout, options, render
-from pagemill.jobs.client import Client, Job
+from pagemill.jobs.client import Client
 from pagemill.jobs.errors import JobConflict, JobFailed, JobNotFound, PagemillError, UsageError
 from pagemill.jobs.failures import (
     EXIT_CODES,
@@ -31,6 +31,7 @@ from pagemill.jobs.failures import (
     interruptible,
     report,
 )
+from pagemill.jobs.job import Job
 from pagemill.jobs.spec import new_job_id
 from pagemill.jobs.status import STATES, JobStatus
 from pagemill.jobs.terms import chosen_id
@@ -144,14 +145,7 @@ def pagemill(
 
 @app.command(epilog=EXIT_CODES)
 def submit(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="JSONL, plain, .gz or .zst: a path, s3://…, or - for standard input.",
-            show_default=False,
-        ),
-    ],
+    file: options.File,
     model: Annotated[
         str, typer.Option("--model", "-m", help="The name that workers serve it under.", show_default=False)
     ],
@@ -161,6 +155,10 @@ def submit(
     idempotency_key: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Any text that makes this submission one.")
     ] = None,
+    prompt_column: options.PromptColumn = None,
+    template: options.Template = None,
+    id_column: options.IdColumn = None,
+    chat: options.Chat = False,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
@@ -198,7 +196,8 @@ def submit(
         async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
             try:
                 job = await client.submit(
-                    source, model=model, job_id=name_of_job, name=name, defaults=parameters, seed=seed,
+                    source, model=model, job_id=name_of_job, name=name, prompt_column=prompt_column,
+                    template=template, id_column=id_column, chat=chat, defaults=parameters, seed=seed,
                     priority=priority, max_shards=max_shards, deadline=limit, context=context,
                     max_rows=max_rows, max_line_bytes=max_line_bytes, strict=strict,
                 )  # fmt: skip

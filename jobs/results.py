@@ -46,7 +46,7 @@ def to_jsonl(rows: Iterable[ResultRow], output: BinaryIO) -> int:
     """Every row as one JSON object a line, without what is null; returns how many."""
     count = 0
     for row in rows:
-        _write_line(output, _document(row))
+        _write_line(output, as_document(row))
         count += 1
     return count
 
@@ -119,7 +119,8 @@ def _write_line(output: BinaryIO, document: dict[str, Any]) -> None:
     output.write(to_json(document).encode() + b"\n")
 
 
-def _document(row: ResultRow) -> dict[str, Any]:
+def as_document(row: ResultRow) -> dict[str, Any]:
+    """A row as plain values, without what is null."""
     document = {name: getattr(row, name) for name in ResultRow.__slots__}
     for name in ("logprobs", "metadata"):
         if document[name] is not None:

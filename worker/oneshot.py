@@ -26,9 +26,10 @@ from typing import Any
 
 from pagemill.jobs import layout
 from pagemill.jobs.client import Client
+from pagemill.jobs.columns import Columns
 from pagemill.jobs.errors import JobConflict, JobFailed, StorageError, UsageError
 from pagemill.jobs.failures import interruptible
-from pagemill.jobs.inputs import Prompts, open_source
+from pagemill.jobs.inputs import ROWS, Prompts, open_source
 from pagemill.jobs.publish import output_file
 from pagemill.jobs.remembered import remembered
 from pagemill.jobs.render import Follower, say
@@ -61,6 +62,7 @@ class Order:
     seed: int | None = None
     strict: bool = False
     new: bool = False
+    columns: Columns = ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ async def _accepted(order: Order, storage: Storage, job: str) -> tuple[JobSpec, 
         "context": settings.context,
         "strict": order.strict,
     }
-    source = open_source(order.prompts, settings.storage_options(), name=order.name)
+    source = open_source(order.prompts, settings.storage_options(), name=order.name, columns=order.columns)
     try:
         return await accept(storage, source, job, fields, chosen=True)
     except OtherJob as conflict:
