@@ -24,7 +24,7 @@ from typing import Any, Literal, Self, Unpack
 
 from pagemill.jobs import layout, tickets
 from pagemill.jobs.columns import Columns
-from pagemill.jobs.errors import JobConflict, JobFailed, JobNotFound, RedisUnavailable
+from pagemill.jobs.errors import JobConflict, JobFailed, RedisUnavailable
 from pagemill.jobs.inputs import Prompts, open_source
 from pagemill.jobs.job import POLL_S, AnyJob, CancelOutcome, Job, id_of
 from pagemill.jobs.reading import AsyncResults, Results
@@ -36,6 +36,7 @@ from pagemill.jobs.status import JobStatus, WorkerInfo
 from pagemill.jobs.storage import Storage, StorageOptions, open_storage
 from pagemill.jobs.submission import accept
 from pagemill.jobs.terms import Sampling, When, checked_model, chosen_id, moment, seconds
+from pagemill.jobs.watching import watch
 
 PATIENCE_S = 5.0
 """How long one call waits for a Redis that is away. Workers wait longer; a person at a terminal should
@@ -244,9 +245,16 @@ class Client:
 
         Raises JobNotFound.
         """
-        return (await self._look(id_of(job)))[0]
+        return (await self.look(id_of(job)))[0]
 
-    async def _look(self, name: str) -> tuple[JobStatus, bool]:
+    async def openai_batch(self, job: AnyJob) -> dict[str, Any]:
+        """The job as OpenAI's batch object, which `openai.types.Batch` validates; see
+        `pagemill.jobs.openai_batch`. Raises JobNotFound."""
+        from pagemill.jobs.openai_batch import batch_of
+
+        return await asyncio.to_thread(batch_of, self.storage, await self.status(job))
+
+    async def look(self, name: str) -> tuple[JobStatus, bool]:
         """The status, and whether Redis has lost the job: its objects may be behind what was shown before."""
         known = await (await self.state()).status(name)
         if known is not None:
@@ -254,35 +262,13 @@ class Client:
         found = await asyncio.to_thread(remembered, self.storage, name)
         return found, not found.terminal
 
-    async def watch(
-        self, job: AnyJob, *, poll: float = POLL_S, patience: float = 60.0
-    ) -> AsyncIterator[JobStatus]:
+    def watch(self, job: AnyJob, *, poll: float = POLL_S, patience: float = 60.0) -> AsyncIterator[JobStatus]:
         """The status now, then whenever it changed, until the job has ended; the last one is terminal.
 
         poll: seconds between looks while no event comes. patience: seconds that Redis may be away, or may
         have lost the job while a worker rebuilds it from its objects.
         """
-        name = id_of(job)
-        status = last = await self.status(name)
-        yield status
-        read, lost_since = "$", None
-        while not status.terminal:
-            try:
-                state = await self.state()
-                events = await state.events(name, read, block_ms=max(1, int(poll * 1000)))
-                read = events[-1].id if events else read
-                seen, lost = await self._look(name)
-                if lost:
-                    raise JobNotFound(seen.blocked_reason)
-                status, lost_since = seen, None
-            except (RedisUnavailable, JobNotFound):
-                lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > patience:
-                    raise
-                await asyncio.sleep(poll)
-            if status != last:
-                yield status
-            last = status
+        return watch(self, id_of(job), poll, patience)
 
     async def wait(
         self,
@@ -328,7 +314,7 @@ class Client:
 
         name = id_of(job)
         state = await self.state()
-        status, lost = await self._look(name)
+        status, lost = await self.look(name)
         if status.terminal:
             return CancelOutcome(status.state, status.state == "cancelled")
         if lost:

@@ -152,6 +152,7 @@ class SyncClient:
 
     submit = _handing(Client.submit)
     status = _blocking(Client.status)
+    openai_batch = _blocking(Client.openai_batch)
     watch = _iterating(Client.watch)
     wait = _blocking(Client.wait)
     cancel = _blocking(Client.cancel)
