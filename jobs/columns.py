@@ -194,7 +194,7 @@ def _plain(cell: Any) -> Any:
 
 def _present(message: Mapping[str, Any]) -> dict[str, Any]:
     """A struct has every field in every row: a null one was not said."""
-    return {key: value for key, value in message.items() if value is not None}
+    return {key: _plain(value) for key, value in message.items() if value is not None}
 
 
 def _read(name: str, text: str) -> Any:

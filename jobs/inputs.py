@@ -177,11 +177,11 @@ def _from_files(name: str, opened: Opener, columns: Columns, *, again: bool = Fa
 
 def _csv(name: str, opened: Opener, columns: Columns, kind: str, packed: str) -> Iterator[dict[str, Any]]:
     with opened() as file:
-        chunks = _Chunks(read_chunks(file))
+        chunks = Chunks(read_chunks(file))
         yield from rows_of_csv(chunks, name, columns, delimiter=DELIMITERS[kind], suffix=packed)
 
 
-class _Chunks:
+class Chunks:
     """Chunks as something to read from, in the sizes that they come in."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:

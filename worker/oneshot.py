@@ -30,9 +30,11 @@ from pagemill.jobs.columns import Columns
 from pagemill.jobs.errors import JobConflict, JobFailed, StorageError, UsageError
 from pagemill.jobs.failures import interruptible
 from pagemill.jobs.inputs import ROWS, Prompts, open_source
+from pagemill.jobs.progress import Follower
 from pagemill.jobs.publish import output_file
+from pagemill.jobs.recent import RecentErrors
 from pagemill.jobs.remembered import remembered
-from pagemill.jobs.render import Follower, say
+from pagemill.jobs.render import say
 from pagemill.jobs.spec import JobSpec, default_seed, new_job_id
 from pagemill.jobs.status import JobStatus
 from pagemill.jobs.storage import Storage, open_storage
@@ -133,7 +135,9 @@ async def _until_ended(
             job = await client.adopt(spec, known=known)
             before = (await job.status()).completion_tokens
             statuses = _calm(client.watch(job.id))
-            following = asyncio.create_task(follower.follow(statuses) if follower else _last(statuses))
+            following = asyncio.create_task(
+                follower.follow(statuses, RecentErrors(client, job.id)) if follower else _last(statuses)
+            )
             # Each of these ends early only by raising.
             others = {
                 asyncio.create_task(_work(settings)),
