@@ -21,7 +21,8 @@ from pagemill.jobs.errors import (
 )
 
 if TYPE_CHECKING:
-    from pagemill.jobs.client import CancelOutcome, Client, Job
+    from pagemill.jobs.client import Client
+    from pagemill.jobs.job import CancelOutcome, Job
     from pagemill.jobs.parquet import ResultRow
     from pagemill.jobs.status import JobStatus
     from pagemill.jobs.sync import SyncClient, SyncJob
@@ -44,9 +45,9 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "CancelOutcome": "client",
+    "CancelOutcome": "job",
     "Client": "client",
-    "Job": "client",
+    "Job": "job",
     "JobStatus": "status",
     "ResultRow": "parquet",
     "SyncClient": "sync",

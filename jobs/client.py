@@ -18,48 +18,31 @@ import builtins
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from pagemill.jobs import layout, tickets
-from pagemill.jobs.errors import JobConflict, JobFailed, JobNotFound, RedisUnavailable
+from pagemill.jobs.columns import Columns
+from pagemill.jobs.errors import JobConflict, JobFailed, RedisUnavailable
 from pagemill.jobs.inputs import Prompts, open_source
+from pagemill.jobs.job import POLL_S, AnyJob, CancelOutcome, Job, id_of
 from pagemill.jobs.reading import AsyncResults, Results
 from pagemill.jobs.remembered import output_url, remembered
 from pagemill.jobs.settings import ClientSettings
-from pagemill.jobs.spec import JobSpec, check_job_id, default_seed, new_job_id
+from pagemill.jobs.spec import JobSpec, default_seed, new_job_id
 from pagemill.jobs.state import State
 from pagemill.jobs.status import JobStatus, WorkerInfo
 from pagemill.jobs.storage import Storage, StorageOptions, open_storage
 from pagemill.jobs.submission import accept
 from pagemill.jobs.terms import Sampling, When, checked_model, chosen_id, moment, seconds
+from pagemill.jobs.watching import watch
 
 PATIENCE_S = 5.0
 """How long one call waits for a Redis that is away. Workers wait longer; a person at a terminal should
 not."""
-POLL_S = 1.0
 PAGE = 200
 END_S = 60.0
-
-
-class Named(Protocol):
-    """A handle of a job: `Job`, `SyncJob`, or anything else with an id."""
-
-    @property
-    def id(self) -> str: ...
-
-
-AnyJob = str | Named
-
-
-@dataclass(frozen=True, slots=True)
-class CancelOutcome:
-    """state: the job's now. accepted: it ends, or ended, as cancelled; else it was past that."""
-
-    state: str
-    accepted: bool
 
 
 class Client:
@@ -126,6 +109,10 @@ class Client:
         job_id: str | None = None,
         idempotency_key: str | None = None,
         name: str | None = None,
+        prompt_column: str | None = None,
+        template: str | None = None,
+        id_column: str | None = None,
+        chat: bool = False,
         defaults: Mapping[str, Any] | None = None,
         seed: int | None = None,
         priority: int = 0,
@@ -145,16 +132,25 @@ class Client:
     ) -> Job:
         """Make a job of these prompts and return its handle; it runs whenever a worker serves its model.
 
-        prompts: a path, an s3:// or file:// URI, a file open for reading bytes, JSONL as bytes, or an
-        iterable or
-            async iterable of rows. A row is a string (a raw prompt), a list of token ids, a list of messages,
-            or a dict in either line shape. A string alone is a path; one prompt goes in a list. Everything is
-            streamed: an input of any length is submitted in bounded memory.
+        prompts: a path, an s3:// or file:// URI, a file open for reading bytes, JSONL as bytes, a table, or
+            an iterable or async iterable of rows. A row is a string (a raw prompt), a list of token ids, a
+            list of messages, or a dict in either line shape, whose parameters come before the job's. A string
+            alone is a path; one prompt goes in a list. Everything is streamed: an input of any length is
+            submitted in bounded memory.
+            Files are JSONL, Parquet (.parquet) or CSV (.csv, .tsv), told apart by their names. A table is
+            whatever exports Arrow data: pyarrow, pandas 2.2 and polars frames, record-batch readers.
         model: the name that workers serve it under.
         job_id: chosen by you, so that submitting again after a failure is safe: the same input and parameters
             give the same job (`Job.existed`), anything else raises JobConflict. idempotency_key: the same for
             any text, from which an id is made.
-        name: what to call the input; for streams it also says how they are packed (.gz, .zst).
+        name: what to call the input; for streams it also says what they are (.csv, .parquet) and how they
+            are packed (.gz, .zst).
+        prompt_column, template: which column of a table (or key of dicts) is the prompt, or a text with
+            `{column}` where cells go. With neither, columns are the fields of a line: `prompt`, `max_tokens`,
+            …  A row whose cell is null, or no text, is an error row; a column that is not there raises
+            UsageError. id_column: the column of custom_ids.
+        chat: a text of a table or of a list becomes a user's message, for the model's chat template, instead
+            of a raw prompt.
         sampling, defaults: parameters for rows that set none (`max_tokens=64`, or as one mapping).
         seed: rows without one get theirs from it and their index; by default it follows from the job's id.
         priority: higher goes first. max_shards: most shards run at once, to leave room for others.
@@ -193,7 +189,8 @@ class Client:
             "retention_s": None if retention is None else int(seconds(retention)),
         }
         fields |= {name: value for name, value in limits.items() if value is not None}
-        source = open_source(prompts, self.storage_options, name=name)
+        columns = Columns(prompt_column, template, id_column, chat)
+        source = open_source(prompts, self.storage_options, name=name, columns=columns)
         await self.state()  # before the upload: a Redis that is down is told at once
         spec, known = await accept(
             self.storage,
@@ -233,7 +230,7 @@ class Client:
         """
         from pagemill.jobs.recover import restore  # with Arrow, which takes a quarter of a second to load
 
-        return (await restore(await self.state(), self.storage, _id(job))).rebuilt
+        return (await restore(await self.state(), self.storage, id_of(job))).rebuilt
 
     async def recover_all(self) -> builtins.list[str]:
         """Rebuild every unfinished job of the store that Redis has lost; returns their ids."""
@@ -248,9 +245,16 @@ class Client:
 
         Raises JobNotFound.
         """
-        return (await self._look(_id(job)))[0]
+        return (await self.look(id_of(job)))[0]
 
-    async def _look(self, name: str) -> tuple[JobStatus, bool]:
+    async def openai_batch(self, job: AnyJob) -> dict[str, Any]:
+        """The job as OpenAI's batch object, which `openai.types.Batch` validates; see
+        `pagemill.jobs.openai_batch`. Raises JobNotFound."""
+        from pagemill.jobs.openai_batch import batch_of
+
+        return await asyncio.to_thread(batch_of, self.storage, await self.status(job))
+
+    async def look(self, name: str) -> tuple[JobStatus, bool]:
         """The status, and whether Redis has lost the job: its objects may be behind what was shown before."""
         known = await (await self.state()).status(name)
         if known is not None:
@@ -258,35 +262,13 @@ class Client:
         found = await asyncio.to_thread(remembered, self.storage, name)
         return found, not found.terminal
 
-    async def watch(
-        self, job: AnyJob, *, poll: float = POLL_S, patience: float = 60.0
-    ) -> AsyncIterator[JobStatus]:
+    def watch(self, job: AnyJob, *, poll: float = POLL_S, patience: float = 60.0) -> AsyncIterator[JobStatus]:
         """The status now, then whenever it changed, until the job has ended; the last one is terminal.
 
         poll: seconds between looks while no event comes. patience: seconds that Redis may be away, or may
         have lost the job while a worker rebuilds it from its objects.
         """
-        name = _id(job)
-        status = last = await self.status(name)
-        yield status
-        read, lost_since = "$", None
-        while not status.terminal:
-            try:
-                state = await self.state()
-                events = await state.events(name, read, block_ms=max(1, int(poll * 1000)))
-                read = events[-1].id if events else read
-                seen, lost = await self._look(name)
-                if lost:
-                    raise JobNotFound(seen.blocked_reason)
-                status, lost_since = seen, None
-            except (RedisUnavailable, JobNotFound):
-                lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > patience:
-                    raise
-                await asyncio.sleep(poll)
-            if status != last:
-                yield status
-            last = status
+        return watch(self, id_of(job), poll, patience)
 
     async def wait(
         self,
@@ -300,7 +282,7 @@ class Client:
         timeout: seconds, then TimeoutError is raised and the job goes on. check: raise JobFailed when it
         failed.
         """
-        name = _id(job)
+        name = id_of(job)
         try:
             async with asyncio.timeout(timeout):
                 async for status in self.watch(name):
@@ -312,13 +294,13 @@ class Client:
         return last
 
     def results(self, job: AnyJob, *, partial: bool = False) -> AsyncResults:
-        """The job's rows in input order: `async for row in …`, or `await ….list()`, `.table()` (Arrow),
-        `.batches()`.
+        """The job's rows in input order: `async for row in …`, `async for … in ….dicts()`, `….batches()`
+        (Arrow record batches), or whole: `await ….list()`, `.table()` (Arrow), `.pandas()`.
 
         Read from the store, so also long after Redis has forgotten the job. partial: the committed parts of a
         job that still runs; without it reading one raises JobConflict.
         """
-        return AsyncResults(Results(self.storage, _id(job), partial=partial))
+        return AsyncResults(Results(self.storage, id_of(job), partial=partial))
 
     async def cancel(self, job: AnyJob) -> CancelOutcome:
         """Stop the job: finished rows are kept, the rest become error rows (`batch_cancelled`).
@@ -330,9 +312,9 @@ class Client:
         from pagemill.jobs.settle import settle_job  # with Arrow, which takes a quarter of a second to load
         from pagemill.jobs.stopping import stop_job
 
-        name = _id(job)
+        name = id_of(job)
         state = await self.state()
-        status, lost = await self._look(name)
+        status, lost = await self.look(name)
         if status.terminal:
             return CancelOutcome(status.state, status.state == "cancelled")
         if lost:
@@ -350,7 +332,7 @@ class Client:
         """
         from pagemill.jobs.deletion import delete_job
 
-        name, state = _id(job), await self.state()
+        name, state = id_of(job), await self.state()
         if force and await self._unfinished(name):
             await self.recover(name)
             await self.cancel(name)
@@ -375,7 +357,7 @@ class Client:
         """
         from pagemill.jobs import retry
 
-        name, chosen = _id(job), chosen_id(job_id, None)
+        name, chosen = id_of(job), chosen_id(job_id, None)
         wanted = retry.chosen_codes(codes)
         fields = await asyncio.to_thread(retry.terms, self.storage, name)
         rows = await asyncio.to_thread(retry.failed_rows, self.storage, name, wanted)
@@ -421,67 +403,9 @@ class Client:
         return any(model in worker.models and worker.state != "sick" for worker in await self.workers())
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A submitted job: its id, and the client's methods with the id filled in.
-
-    existed: submitting found the very same job instead of making one.
-    """
-
-    id: str
-    client: Client = field(repr=False, compare=False)
-    existed: bool = field(default=False, compare=False)
-
-    def __str__(self) -> str:
-        return self.id
-
-    async def status(self) -> JobStatus:
-        """See `Client.status`."""
-        return await self.client.status(self.id)
-
-    def watch(self, *, poll: float = POLL_S) -> AsyncIterator[JobStatus]:
-        """See `Client.watch`."""
-        return self.client.watch(self.id, poll=poll)
-
-    async def wait(
-        self,
-        *,
-        timeout: float | None = None,  # noqa: ASYNC109
-        check: bool = False,
-    ) -> JobStatus:
-        """See `Client.wait`."""
-        return await self.client.wait(self.id, timeout=timeout, check=check)
-
-    def results(self, *, partial: bool = False) -> AsyncResults:
-        """See `Client.results`."""
-        return self.client.results(self.id, partial=partial)
-
-    async def cancel(self) -> CancelOutcome:
-        """See `Client.cancel`."""
-        return await self.client.cancel(self.id)
-
-    async def delete(self, *, force: bool = False) -> None:
-        """See `Client.delete`."""
-        await self.client.delete(self.id, force=force)
-
-    async def retry_failed(
-        self,
-        *,
-        codes: Collection[str] | None = None,
-        job_id: str | None = None,
-        deadline: When | None = None,
-    ) -> Job:
-        """See `Client.retry_failed`."""
-        return await self.client.retry_failed(self.id, codes=codes, job_id=job_id, deadline=deadline)
-
-
 @contextlib.contextmanager
 def _as_conflict(sentence: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
         raise JobConflict(sentence) from None
-
-
-def _id(job: AnyJob) -> str:
-    return check_job_id(job if isinstance(job, str) else job.id)

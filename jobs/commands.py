@@ -1,4 +1,5 @@
-"""The commands of `pagemill`: submit, status, watch, results, cancel, list; other floors join theirs.
+"""The program `pagemill`, and its commands that change a job: submit, cancel, recover; other files and floors
+join theirs.
 
 Commands of the worker (run, worker, doctor) come in through the entry-point group `pagemill.commands`, so
 that this room, which may know nothing of torch or of a worker, still makes one program. Results go to
@@ -12,17 +13,15 @@ import asyncio
 import io
 import sys
 from collections.abc import Callable, Coroutine, Sequence
-from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points, version
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from pagemill.jobs import layout, options, render
-from pagemill.jobs.client import Client, Job
-from pagemill.jobs.errors import JobConflict, JobFailed, JobNotFound, PagemillError, UsageError
+from pagemill.jobs.client import Client
+from pagemill.jobs.errors import JobConflict, JobFailed, UsageError
 from pagemill.jobs.failures import (
     EXIT_CODES,
     INTERRUPTED,
@@ -31,8 +30,11 @@ from pagemill.jobs.failures import (
     interruptible,
     report,
 )
+from pagemill.jobs.job import Job
+from pagemill.jobs.progress import Follower
+from pagemill.jobs.recent import RecentErrors
 from pagemill.jobs.spec import new_job_id
-from pagemill.jobs.status import STATES, JobStatus
+from pagemill.jobs.status import JobStatus
 from pagemill.jobs.terms import chosen_id
 
 T = TypeVar("T")
@@ -49,20 +51,17 @@ app = typer.Typer(
 )
 
 
-class Format(StrEnum):
-    """How results are written."""
-
-    table = "table"
-    jsonl = "jsonl"
-    openai = "openai"
-
-
 def run_program(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets a mark for it
             stream.reconfigure(errors="replace")
-    from pagemill.jobs import commands_ended  # noqa: F401 (it adds commands to `app`)
+    from pagemill.jobs import (  # noqa: F401 (they add commands to `app`)
+        commands_ended,
+        commands_looking,
+        commands_results,
+        commands_validate,
+    )
 
     join_commands(app)
     try:
@@ -144,14 +143,7 @@ def pagemill(
 
 @app.command(epilog=EXIT_CODES)
 def submit(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="JSONL, plain, .gz or .zst: a path, s3://…, or - for standard input.",
-            show_default=False,
-        ),
-    ],
+    file: options.File,
     model: Annotated[
         str, typer.Option("--model", "-m", help="The name that workers serve it under.", show_default=False)
     ],
@@ -161,6 +153,10 @@ def submit(
     idempotency_key: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Any text that makes this submission one.")
     ] = None,
+    prompt_column: options.PromptColumn = None,
+    template: options.Template = None,
+    id_column: options.IdColumn = None,
+    chat: options.Chat = False,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
@@ -198,7 +194,8 @@ def submit(
         async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
             try:
                 job = await client.submit(
-                    source, model=model, job_id=name_of_job, name=name, defaults=parameters, seed=seed,
+                    source, model=model, job_id=name_of_job, name=name, prompt_column=prompt_column,
+                    template=template, id_column=id_column, chat=chat, defaults=parameters, seed=seed,
                     priority=priority, max_shards=max_shards, deadline=limit, context=context,
                     max_rows=max_rows, max_line_bytes=max_line_bytes, strict=strict,
                 )  # fmt: skip
@@ -206,7 +203,7 @@ def submit(
                 raise Interrupted(await _interrupted_submission(client, name_of_job)) from None
             if watch:
                 render.say(job.id)
-                return await _follow(client, job.id, as_json)
+                return await follow(client, job.id, as_json)
             await _tell_submitted(job, as_json)
             return 0
 
@@ -238,51 +235,8 @@ async def _tell_submitted(job: Job, as_json: bool) -> None:
         render.say(f"Next: pagemill watch {job.id}")
 
 
-@app.command(epilog=EXIT_CODES)
-def status(
-    job: options.JobId,
-    as_json: options.Json = False,
-    redis_url: options.RedisUrl = None,
-    store: options.Store = None,
-    s3_endpoint: options.Endpoint = None,
-    s3_region: options.Region = None,
-) -> None:
-    """Show a job as it is now."""
-
-    async def work() -> JobStatus:
-        async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
-            return await client.status(job)
-
-    found = run_async(work())
-    if as_json:
-        render.print_json(render.status_document(found))
-    else:
-        render.print_status(found)
-
-
-@app.command(epilog=EXIT_CODES)
-def watch(
-    job: options.JobId,
-    as_json: options.Json = False,
-    redis_url: options.RedisUrl = None,
-    store: options.Store = None,
-    s3_endpoint: options.Endpoint = None,
-    s3_region: options.Region = None,
-) -> int:
-    """Follow a job until it ends: a bar on a terminal, lines when piped, one JSON document a change with
-    --json.
-
-    Ends with 0 when the job completed, else with 9.
-    """
-
-    async def work() -> int:
-        async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
-            return await _follow(client, job, as_json)
-
-    return run_async(work())
-
-
-async def _follow(client: Client, job: str, as_json: bool) -> int:
+async def follow(client: Client, job: str, as_json: bool) -> int:
+    """Show the job until it ends; the exit code. Ctrl-C leaves it running."""
     with interruptible(
         f"Job {job} goes on; pagemill watch {job} follows it again, pagemill cancel {job} stops it."
     ):
@@ -290,7 +244,9 @@ async def _follow(client: Client, job: str, as_json: bool) -> int:
             async for last in client.watch(job):
                 render.print_json(render.status_document(last), lines=True)
         else:
-            last = await render.Follower(Console(highlight=False)).follow(client.watch(job))
+            last = await Follower(Console(highlight=False)).follow(
+                client.watch(job), RecentErrors(client, job)
+            )
     return ended(last)
 
 
@@ -329,34 +285,6 @@ def cancel(
         print(f"{job} is {state}: it ends when the shards that are held are handed in.")
 
 
-@app.command("list", epilog=EXIT_CODES)
-def list_jobs(
-    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Only jobs of this model.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 50,
-    as_json: options.Json = False,
-    redis_url: options.RedisUrl = None,
-    store: options.Store = None,
-    s3_endpoint: options.Endpoint = None,
-    s3_region: options.Region = None,
-) -> None:
-    """List the jobs that Redis knows, newest first."""
-    if state is not None and state not in STATES:
-        raise UsageError(f"{state} is no state; there are {', '.join(sorted(STATES))}.")
-
-    async def work() -> list[JobStatus]:
-        async with options.client(redis_url, store, s3_endpoint, s3_region) as client:
-            return await client.list(limit=limit, state=state, model=model)
-
-    found = run_async(work())
-    if as_json:
-        render.print_json([render.status_document(job) for job in found])
-    else:
-        render.print_jobs(found)
-        if not found:
-            render.say("No such jobs.")
-
-
 @app.command(epilog=EXIT_CODES)
 def recover(
     job: Annotated[
@@ -386,57 +314,3 @@ def recover(
     for name in rebuilt:
         print(name)
     render.say(f"{len(rebuilt)} rebuilt." if every or rebuilt else f"Redis knows {job}; nothing to rebuild.")
-
-
-@app.command(epilog=EXIT_CODES)
-def results(
-    job: options.JobId,
-    format: Annotated[
-        Format, typer.Option("--format", "-f", help="A line a row for people, or JSONL.")
-    ] = Format.table,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write there instead.", show_default=False)
-    ] = None,
-    errors: Annotated[
-        Path | None,
-        typer.Option(help="With openai: where failed rows go; else OUTPUT.errors.jsonl.", show_default=False),
-    ] = None,
-    partial: Annotated[
-        bool, typer.Option("--partial", help="What is committed so far of a job that runs.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as --format jsonl.")] = False,
-    redis_url: options.RedisUrl = None,
-    store: options.Store = None,
-    s3_endpoint: options.Endpoint = None,
-    s3_region: options.Region = None,
-) -> None:
-    """Print a job's rows in input order. Reads the store alone: Redis may be gone."""
-    from pagemill.jobs import export
-
-    if errors is not None and format is not Format.openai:
-        raise UsageError("--errors goes with --format openai.")
-    if as_json and format is Format.openai:
-        raise UsageError("--json is --format jsonl, and does not go with openai.")
-    client = options.client(redis_url, store, s3_endpoint, s3_region)
-    rows = client.results(job, partial=partial).sync
-    try:
-        if format is Format.openai:
-            export.export_openai(rows, output, errors)
-        elif as_json or format is Format.jsonl:
-            export.export_jsonl(rows, output)
-        else:
-            export.export_table(rows, output)
-    except JobNotFound as error:
-        elsewhere = run_async(_output_of(client, job))
-        if elsewhere is None:
-            raise
-        raise JobNotFound(f"{str(error).rstrip('.')}; Redis says that it is {elsewhere}.") from None
-
-
-async def _output_of(client: Client, job: str) -> str | None:
-    """Where Redis, if it is there, says that the job's results are; None where it says nothing of it."""
-    try:
-        async with client:
-            return (await client.status(job)).output
-    except PagemillError:
-        return None

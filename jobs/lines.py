@@ -65,8 +65,15 @@ def read_lines(
     data under another name, damaged or cut-off compressed data, more than max_expanded_bytes of it.
     What the stream itself raises passes through.
     """
-    chunks = _checked_start(_expanded(stream, suffix, max_expanded_bytes))
+    chunks = sound_chunks(stream, suffix, max_expanded_bytes)
     return _numbered(_split(chunks, max_line_bytes), max_line_bytes)
+
+
+def sound_chunks(
+    stream: ByteStream, suffix: str = "", max_expanded_bytes: int = DEFAULT_MAX_EXPANDED_BYTES
+) -> Iterator[bytes]:
+    """The unpacked bytes without a byte order mark, in chunks; raises PlanRefused as `read_lines` does."""
+    return _checked_start(_expanded(stream, suffix, max_expanded_bytes))
 
 
 # --- decompression -------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from pagemill.jobs.settings import ClientSettings
 from pagemill.jobs.terms import When
 
 PATIENCE_S = 3.0  # for a Redis that does not answer; somebody sits and waits
+TABLES = "Which column of a table is the prompt"
 CONNECTION = "Where Redis and the store are"
 SAMPLING = "Sampling, for rows that set none"
 
@@ -74,6 +75,35 @@ Seed = Annotated[
     int | None,
     typer.Option(
         min=0, help="Rows without a seed get theirs from it and their index.", rich_help_panel=SAMPLING
+    ),
+]
+PromptColumn = Annotated[
+    str | None,
+    typer.Option("--prompt-column", metavar="NAME", help="The column that holds the prompts.",
+                 rich_help_panel=TABLES, show_default=False),
+]  # fmt: skip
+Template = Annotated[
+    str | None,
+    typer.Option("--template", metavar="TEXT", rich_help_panel=TABLES, show_default=False,
+                 help="The prompt, with {column} where a cell goes: 'Translate: {title}'."),
+]  # fmt: skip
+IdColumn = Annotated[
+    str | None,
+    typer.Option("--id-column", metavar="NAME", help="The column that holds custom_ids.",
+                 rich_help_panel=TABLES, show_default=False),
+]  # fmt: skip
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", rich_help_panel=TABLES,
+                 help="A prompt is a user's message, for the chat template, not a raw text."),
+]  # fmt: skip
+File = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE",
+        help="JSONL, Parquet, CSV or TSV, all but Parquet also .gz or .zst: a path, s3://…, or - for JSONL "
+        "from standard input.",
+        show_default=False,
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail the job for the first bad line.")]

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from importlib.util import find_spec
 from itertools import islice
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
+from pagemill.jobs.errors import UsageError
 from pagemill.jobs.storage import Storage
 
 if TYPE_CHECKING:
@@ -63,6 +65,30 @@ class Results:
 
         return pa.Table.from_batches(self.batches(), SCHEMA)
 
+    def reader(self) -> pa.RecordBatchReader:
+        """All rows as a record-batch stream, for pyarrow.dataset, DuckDB, or a writer: bounded memory."""
+        import pyarrow as pa
+
+        from pagemill.jobs.result import SCHEMA
+
+        return pa.RecordBatchReader.from_batches(SCHEMA, self.batches())
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        """The Arrow PyCapsule interface: polars.DataFrame(results), pyarrow.table(results)."""
+        return self.reader().__arrow_c_stream__(requested_schema)
+
+    def pandas(self) -> Any:
+        """All rows as a pandas DataFrame; UsageError where pandas is not installed."""
+        if find_spec("pandas") is None:
+            raise UsageError("This needs pandas: pip install pandas, or take table().")
+        return self.table().to_pandas()
+
+    def dicts(self) -> Iterator[dict[str, Any]]:
+        """Rows as dicts of plain values without what is null, as `--format jsonl` has them."""
+        from pagemill.jobs.results import as_document
+
+        return map(as_document, self)
+
     def write_jsonl(self, output: BinaryIO) -> int:
         """Every row as one JSON object a line; returns how many."""
         from pagemill.jobs.results import to_jsonl
@@ -77,7 +103,10 @@ class Results:
 
 
 class AsyncResults:
-    """`async for row in results`, or `await results.list()` and `.table()`: see `Results`."""
+    """`async for row in results`, or `await results.list()`, `.table()`, `.pandas()`: see `Results`.
+
+    What takes Arrow streams (a record-batch reader, polars) is given `results.sync`, which blocks.
+    """
 
     def __init__(self, sync: Results) -> None:
         self.sync = sync
@@ -96,6 +125,14 @@ class AsyncResults:
     async def table(self) -> pa.Table:
         """All rows as one Arrow table."""
         return await asyncio.to_thread(self.sync.table)
+
+    async def pandas(self) -> Any:
+        """All rows as a pandas DataFrame; see `Results.pandas`."""
+        return await asyncio.to_thread(self.sync.pandas)
+
+    def dicts(self) -> AsyncIterator[dict[str, Any]]:
+        """Rows as dicts of plain values; see `Results.dicts`."""
+        return threaded(self.sync.dicts)
 
 
 async def threaded(start: Callable[[], Iterator[T]], hop: int = ROWS_A_HOP) -> AsyncIterator[T]:

@@ -1,4 +1,4 @@
-"""What people see: a job's status, a list of jobs, a table of results, and progress while a job runs.
+"""What people see: a job's status, a list of jobs, a table of results.
 
 On a terminal: colours, bars, lines cut to its width. Piped: plain lines, tabs between fields, nothing cut.
 Text from a model or a file never reaches a terminal with its control characters. This room knows what a job
@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +33,6 @@ COLOURS = {
     "expiring": "yellow",
     "failing": "red",
 }
-PLAIN_EVERY_S = 5.0
 
 
 def say(line: str) -> None:
@@ -173,7 +170,8 @@ def rows_text(status: JobStatus) -> str:
 
 def tokens_text(status: JobStatus) -> str:
     """Tokens read and written so far."""
-    cached = f" ({status.cached_tokens:,} cached)" if status.cached_tokens else ""
+    share = status.cached_tokens / max(1, status.prompt_tokens)
+    cached = f" ({status.cached_tokens:,} cached, {share:.0%})" if status.cached_tokens else ""
     return f"{status.prompt_tokens:,} in{cached}, {status.completion_tokens:,} out"
 
 
@@ -189,88 +187,19 @@ def speed_text(status: JobStatus) -> str:
     return ", ".join(parts)
 
 
+def hit_rate_text(status: JobStatus) -> str:
+    """The share of prompt tokens that were found in the prefix cache."""
+    if not status.cached_tokens or not status.prompt_tokens:
+        return ""
+    return f"{status.cached_tokens / status.prompt_tokens:.0%} cached"
+
+
 def summary(status: JobStatus) -> str:
     """A status in one line."""
-    parts = [status.state, rows_text(status), speed_text(status)]
+    tokens = f"tokens {tokens_text(status)}" if status.prompt_tokens or status.completion_tokens else ""
+    parts = [status.state, rows_text(status), tokens, speed_text(status)]
     if status.blocked_reason and not status.terminal:
         parts.append(f"blocked: {harmless(status.blocked_reason)}")
     if status.error_code:
         parts.append(harmless(f"{status.error_code}: {status.error_message}"))
     return " · ".join(filter(None, parts))
-
-
-class Follower:
-    """Shows statuses as they come: a bar where `console` is a terminal, else a line when there is news.
-
-    A line comes with each change of state or of what blocks the job, and otherwise every few seconds.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._said = ""
-        self._said_at = float("-inf")
-        self._fast = ""
-        self._fast_at = float("-inf")
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-
-    async def follow(self, statuses: AsyncIterator[JobStatus]) -> JobStatus:
-        """The last status."""
-        last: JobStatus | None = None
-        try:
-            async for last in statuses:
-                self.show(last)
-        finally:
-            self.close()
-        assert last is not None  # watching yields at least once or raises
-        if self.console.is_terminal:
-            self._line(last)
-        return last
-
-    def show(self, status: JobStatus) -> None:
-        """One status."""
-        if self.console.is_terminal:
-            self._draw(status)
-            return
-        news = f"{status.state}{status.blocked_reason}"
-        if news != self._said or time.monotonic() - self._said_at >= PLAIN_EVERY_S:
-            self._said, self._said_at = news, time.monotonic()
-            self._line(status)
-
-    def _speed(self, status: JobStatus) -> str:
-        """What is going on, or was a moment ago: between two shards there are no live figures."""
-        now = speed_text(status)
-        if now or time.monotonic() - self._fast_at > PLAIN_EVERY_S or status.terminal:
-            self._fast, self._fast_at = now, time.monotonic()
-        return self._fast
-
-    def close(self) -> None:
-        """Takes the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _line(self, status: JobStatus) -> None:
-        self.console.print(Text(summary(status), COLOURS.get(status.state, "")), soft_wrap=True)
-
-    def _draw(self, status: JobStatus) -> None:
-        if self._bar is None:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[now]}"),
-            )
-            self._bar = Progress(*columns, console=self.console, transient=True)
-            self._task = self._bar.add_task("", total=None, now="")
-            self._bar.start()
-        assert self._task is not None
-        now = f"blocked: {harmless(status.blocked_reason)}" if status.blocked_reason else self._speed(status)
-        failed = f"[red]{status.failed:,} failed[/red] " if status.failed else ""
-        self._bar.update(
-            self._task,
-            description=status.state,
-            total=status.total or None,
-            completed=status.completed + status.failed,
-            now=failed + now.replace("[", "\\["),
-        )

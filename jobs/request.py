@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 URLS: Final[dict[str, Kind]] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 MAX_ID_BYTES: Final = 1024
+UNREADABLE: Final = "unreadable"
+"""The field of a line that stands for a table's row which is no prompt, and says why (columns.py)."""
 _ENVELOPE: Final = frozenset({"custom_id", "id", "method", "url", "body"})
 
 
@@ -33,6 +35,8 @@ def parse_row(line: Line, spec: JobSpec) -> Row | RowFault:
         if not isinstance(doc, dict):
             raise invalid(f"the line must be a JSON object, not {_kind(doc)}")
         given = _custom_id(doc)
+        if isinstance(why := doc.get(UNREADABLE), str):
+            raise invalid(why)
         return _row(doc, given, line, spec)
     except (InvalidJson, Refusal) as error:
         return RowFault(error.code, f"line {line.number}: {error.message}", line.number, given)

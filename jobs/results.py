@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -19,12 +19,9 @@ from pagemill.jobs import layout
 from pagemill.jobs.commit import list_commits
 from pagemill.jobs.errors import JobConflict, JobNotFound, ObjectNotFound, StorageError
 from pagemill.jobs.merge import Source, merge
+from pagemill.jobs.openai_batch import error_line, output_line
 from pagemill.jobs.parquet import SCHEMA_VERSION, ResultRow, read_batches, rows_of, to_json
 from pagemill.jobs.storage import Storage, read_json, scratch_faults
-
-# OpenAI's names for what a request was, by the kind of row.
-_OBJECTS: Final = {"chat": "chat.completion", "completion": "text_completion"}
-_IDS: Final = {"chat": "chatcmpl", "completion": "cmpl"}
 
 
 def iter_results(storage: Storage, job: str, *, partial: bool = False) -> Iterator[ResultRow]:
@@ -54,7 +51,7 @@ def to_jsonl(rows: Iterable[ResultRow], output: BinaryIO) -> int:
     """Every row as one JSON object a line, without what is null; returns how many."""
     count = 0
     for row in rows:
-        _write_line(output, _document(row))
+        _write_line(output, as_document(row))
         count += 1
     return count
 
@@ -71,10 +68,10 @@ def to_openai(
     for row in rows:
         if row.status == "completed":
             done += 1
-            _write_line(output, _openai_line(row, created))
+            _write_line(output, output_line(row, created))
         else:
             failed += 1
-            _write_line(errors, _openai_error(row))
+            _write_line(errors, error_line(row))
     return done, failed
 
 
@@ -127,7 +124,8 @@ def _write_line(output: BinaryIO, document: dict[str, Any]) -> None:
     output.write(to_json(document).encode() + b"\n")
 
 
-def _document(row: ResultRow) -> dict[str, Any]:
+def as_document(row: ResultRow) -> dict[str, Any]:
+    """A row as plain values, without what is null."""
     document = {name: getattr(row, name) for name in ResultRow.__slots__}
     for name in ("logprobs", "metadata"):
         if document[name] is not None:
@@ -140,56 +138,3 @@ def _document(row: ResultRow) -> dict[str, Any]:
 def _with_logprobs(choice: dict[str, Any]) -> dict[str, Any]:
     found = choice.get("logprobs")
     return choice | {"logprobs": json.loads(found)} if isinstance(found, str) else choice
-
-
-def _openai_line(row: ResultRow, created: int) -> dict[str, Any]:
-    kind = row.kind or "chat"
-    choices = row.choices or [
-        {"index": 0, "text": row.text, "finish_reason": row.finish_reason, "logprobs": row.logprobs}
-    ]
-    usage = {
-        "prompt_tokens": row.prompt_tokens,
-        "completion_tokens": row.completion_tokens,
-        "total_tokens": row.prompt_tokens + row.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": row.cached_tokens},
-    }
-    body = {
-        "id": f"{_IDS[kind]}-{row.row_index}",
-        "object": _OBJECTS[kind],
-        "created": created,
-        "model": row.model,
-        "choices": [_openai_choice(kind, choice) for choice in choices],
-        "usage": usage,
-    }
-    if row.metadata is not None:
-        body["metadata"] = json.loads(row.metadata)
-    return {
-        "id": f"batch_req_{row.row_index}",
-        "custom_id": row.custom_id,
-        "response": {"status_code": 200, "request_id": f"req_{row.row_index}", "body": body},
-        "error": None,
-    }
-
-
-def _openai_choice(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
-    choice = _with_logprobs(choice)
-    text = choice.get("text") or ""
-    said = {"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
-    return {
-        "index": choice.get("index", 0),
-        **said,
-        "logprobs": choice.get("logprobs"),
-        "finish_reason": choice.get("finish_reason"),
-    }
-
-
-def _openai_error(row: ResultRow) -> dict[str, Any]:
-    error: dict[str, Any] = {"code": row.error_code, "message": row.error_message}
-    if row.line is not None:
-        error["line"] = row.line
-    return {
-        "id": f"batch_req_{row.row_index}",
-        "custom_id": row.custom_id,
-        "response": None,
-        "error": error,
-    }

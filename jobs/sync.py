@@ -24,7 +24,8 @@ from functools import partial, update_wrapper
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from pagemill.jobs.client import PATIENCE_S, POLL_S, AnyJob, CancelOutcome, Client, Job
+from pagemill.jobs.client import PATIENCE_S, Client
+from pagemill.jobs.job import POLL_S, AnyJob, CancelOutcome, Job
 from pagemill.jobs.reading import Results
 from pagemill.jobs.status import JobStatus
 from pagemill.jobs.storage import StorageOptions
@@ -151,6 +152,7 @@ class SyncClient:
 
     submit = _handing(Client.submit)
     status = _blocking(Client.status)
+    openai_batch = _blocking(Client.openai_batch)
     watch = _iterating(Client.watch)
     wait = _blocking(Client.wait)
     cancel = _blocking(Client.cancel)
@@ -162,8 +164,8 @@ class SyncClient:
     recover_all = _blocking(Client.recover_all)
 
     def results(self, job: AnyJob, *, partial: bool = False) -> Results:
-        """The job's rows in input order: iterate, or `.list()`, `.table()` (Arrow), `.batches()`; see
-        `Client.results`."""
+        """The job's rows in input order: iterate, or `.dicts()`, `.list()`, `.table()` (Arrow), `.batches()`,
+        `.reader()`, `.pandas()`; see `Client.results`."""
         return self._client.results(job, partial=partial).sync
 
     def _running(self) -> tuple[Client, Loop]:

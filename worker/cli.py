@@ -17,12 +17,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pagemill.jobs import options, render
+from pagemill.jobs import commands_validate, options, render
+from pagemill.jobs.columns import Columns
 from pagemill.jobs.commands import ended, run_async
 from pagemill.jobs.errors import ModelError, UsageError
 from pagemill.jobs.failures import EXIT_CODES
+from pagemill.jobs.progress import Follower
 
 if TYPE_CHECKING:
+    from pagemill.jobs.validate import Appraisal
     from pagemill.worker.doctor import Finding
     from pagemill.worker.settings import WorkerSettings
 
@@ -70,6 +73,14 @@ def register(program: typer.Typer) -> None:
     """Add the commands."""
     for command in (run, worker, models, doctor):
         program.command(epilog=EXIT_CODES)(command)
+    commands_validate.offer_appraiser(_appraise)
+
+
+def _appraise(model: str, context: int | None, tokens_per_second: float | None) -> Appraisal:
+    require("worker")
+    from pagemill.worker.appraise import appraise
+
+    return appraise(model, context, tokens_per_second)
 
 
 def require(*extras: str) -> None:
@@ -90,18 +101,15 @@ def _there(name: str) -> bool:
 
 
 def run(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="JSONL, plain, .gz or .zst: a path, s3://…, or - for standard input.",
-            show_default=False,
-        ),
-    ],
+    file: options.File,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The folder for results.", show_default=False)
     ],
     model: Model = None,
+    prompt_column: options.PromptColumn = None,
+    template: options.Template = None,
+    id_column: options.IdColumn = None,
+    chat: options.Chat = False,
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
@@ -142,6 +150,7 @@ def run(
     """
     parameters = options.sampling(max_tokens, temperature, top_p, top_k, stop, others)
     prompts, name = options.prompts(file)
+    columns = Columns(prompt_column, template, id_column, chat)
     settings = _settings(
         "embedded",
         store=store or str(output),
@@ -163,8 +172,8 @@ def run(
     from pagemill.worker.oneshot import Order, run_once
     from pagemill.worker.outcome import outcome_document, print_outcome
 
-    order = Order(prompts, name, output, settings, parameters, seed, strict, new)
-    follower = None if quiet else render.Follower(Console(stderr=True, highlight=False))
+    order = Order(prompts, name, output, settings, parameters, seed, strict, new, columns)
+    follower = None if quiet else Follower(Console(stderr=True, highlight=False))
     outcome = run_async(run_once(order, follower))
     if as_json:
         render.print_json(outcome_document(outcome))

@@ -26,12 +26,15 @@ from typing import Any
 
 from pagemill.jobs import layout
 from pagemill.jobs.client import Client
+from pagemill.jobs.columns import Columns
 from pagemill.jobs.errors import JobConflict, JobFailed, StorageError, UsageError
 from pagemill.jobs.failures import interruptible
-from pagemill.jobs.inputs import Prompts, open_source
+from pagemill.jobs.inputs import ROWS, Prompts, open_source
+from pagemill.jobs.progress import Follower
 from pagemill.jobs.publish import output_file
+from pagemill.jobs.recent import RecentErrors
 from pagemill.jobs.remembered import remembered
-from pagemill.jobs.render import Follower, say
+from pagemill.jobs.render import say
 from pagemill.jobs.spec import JobSpec, default_seed, new_job_id
 from pagemill.jobs.status import JobStatus
 from pagemill.jobs.storage import Storage, open_storage
@@ -61,6 +64,7 @@ class Order:
     seed: int | None = None
     strict: bool = False
     new: bool = False
+    columns: Columns = ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,7 @@ async def _accepted(order: Order, storage: Storage, job: str) -> tuple[JobSpec, 
         "context": settings.context,
         "strict": order.strict,
     }
-    source = open_source(order.prompts, settings.storage_options(), name=order.name)
+    source = open_source(order.prompts, settings.storage_options(), name=order.name, columns=order.columns)
     try:
         return await accept(storage, source, job, fields, chosen=True)
     except OtherJob as conflict:
@@ -131,7 +135,9 @@ async def _until_ended(
             job = await client.adopt(spec, known=known)
             before = (await job.status()).completion_tokens
             statuses = _calm(client.watch(job.id))
-            following = asyncio.create_task(follower.follow(statuses) if follower else _last(statuses))
+            following = asyncio.create_task(
+                follower.follow(statuses, RecentErrors(client, job.id)) if follower else _last(statuses)
+            )
             # Each of these ends early only by raising.
             others = {
                 asyncio.create_task(_work(settings)),

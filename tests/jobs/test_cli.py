@@ -150,7 +150,9 @@ def test_watch_prints_lines_when_piped_and_ends_as_the_job_does(
     finish(redis_url, store, model)
     done = run("watch", job)
     assert done.code == 0
-    assert done.out.splitlines()[-1] == "completed · 3 of 3, 1 failed"
+    assert (
+        done.out.splitlines()[-1] == "completed · 3 of 3, 1 failed · tokens 6 in, 4 out · 1 invalid_json_line"
+    )
     documents = [json.loads(line) for line in run("watch", job, "--json").out.splitlines()]
     assert documents[-1]["state"] == "completed"
     cancelled = submitted(run, prompts, model)
@@ -263,7 +265,7 @@ BAD: list[tuple[str, list[str], int, str]] = [
     ("a missing model", ["submit", "{file}"], 2, "--model"),
     ("a missing file", ["submit", "none.jsonl", "-m", "m"], 2, "There is no file none.jsonl"),
     ("a folder", ["submit", "{folder}", "-m", "m"], 2, "is a folder"),
-    ("a file of another format", ["submit", "a.csv", "-m", "m"], 2, "CSV"),
+    ("a file of another format", ["submit", "a.xlsx", "-m", "m"], 2, "spreadsheet"),
     ("an address of another kind", ["submit", "ftp://host/a.jsonl", "-m", "m"], 2, "ftp://"),
     ("an object that is not there", ["submit", "file:///none.jsonl", "-m", "m"], 2, "There is no file"),
     ("an empty model", ["submit", "{file}", "-m", ""], 2, "model"),

@@ -166,7 +166,7 @@ async def test_rows_are_streamed_into_the_store(client: Client, model: str) -> N
         ("What is this?", "in a list"),
         (".", "is a folder"),
         ("https://example.org/a.jsonl", "not https"),
-        ("table.parquet", "Parquet"),
+        ("table.xlsx", "spreadsheet"),
         ({"prompt": "x"}, "in a list"),
         (io.StringIO("x"), "mode 'rb'"),
         ([None], "Item 0 is a NoneType"),
@@ -183,13 +183,6 @@ async def test_what_is_no_input_is_said_in_a_sentence_and_leaves_no_job(
         await client.submit(prompts, model=model)
     assert not list(client.storage.list("jobs/"))
     assert not await client.list(model=model)
-
-
-async def test_a_table_is_not_taken_for_a_list_of_its_column_names(client: Client, model: str) -> None:
-    import pyarrow as pa
-
-    with pytest.raises(UsageError, match="one column"):
-        await client.submit(pa.table({"prompt": ["a"]}), model=model)  # type: ignore[arg-type]
 
 
 async def test_bad_parameters_are_refused_before_anything_is_stored(client: Client, model: str) -> None:

@@ -150,12 +150,29 @@ def test_jsonl_has_what_is_not_null() -> None:
     assert third["choices"][0]["logprobs"] == [1]
 
 
+LOGPROBS = [
+    {
+        "token": "ra",
+        "token_id": 5,
+        "logprob": -0.5,
+        "top_logprobs": [{"token": "x", "token_id": 6, "logprob": -1}],
+    },
+    {"token": "w", "token_id": 7, "logprob": -0.25, "top_logprobs": []},
+]
+TOLD = {
+    "tokens": ["ra", "w"],
+    "token_logprobs": [-0.5, -0.25],
+    "top_logprobs": [{"x": -1}, {}],
+    "text_offset": [0, 2],
+}
+
+
 def test_openai_files_have_openai_s_shapes() -> None:
     output, errors = io.BytesIO(), io.BytesIO()
     rows = [
         done(0, "hello", completion_tokens=4, cached_tokens=2, metadata='{"k":1}'),
         failed(1, "batch_expired"),
-        done(2, "raw", kind="completion", finish_reason="length", logprobs='{"tokens":["raw"]}'),
+        done(2, "raw", kind="completion", finish_reason="length", logprobs=json.dumps(LOGPROBS)),
         done(3, "a", choices=[{"index": i, "text": "ab"[i], "finish_reason": "stop"} for i in (0, 1)]),
     ]
     assert to_openai(rows, output, errors, created=1700000000) == (3, 1)
@@ -170,7 +187,7 @@ def test_openai_files_have_openai_s_shapes() -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "hello"},
+                "message": {"role": "assistant", "content": "hello", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
             }
@@ -185,9 +202,7 @@ def test_openai_files_have_openai_s_shapes() -> None:
     }
     body = completion["response"]["body"]
     assert body["object"] == "text_completion"
-    assert body["choices"] == [
-        {"index": 0, "text": "raw", "logprobs": {"tokens": ["raw"]}, "finish_reason": "length"}
-    ]
+    assert body["choices"] == [{"index": 0, "text": "raw", "logprobs": TOLD, "finish_reason": "length"}]
     contents = [choice["message"]["content"] for choice in several["response"]["body"]["choices"]]
     assert contents == ["a", "b"]
     (error,) = lines(errors)
