@@ -225,17 +225,19 @@ class AsyncEngine:
     def _serve(self) -> None:
         engine = self.engine
         while not self._orphaned():
+            # Looked at once a round, and before the inbox is taken: nothing is sent after `close`.
+            closing = self._closing
             for message in self._next_messages():
                 if isinstance(message, _Add):
                     engine.add(message.request, stream=message.stream)
                 else:
                     engine.abort(message.request_id)
-            if self._closing:
+            if closing:
                 engine.abort_all()
             if engine.has_work:
                 self._hand_over(engine.step())
             self._look()
-            if self._closing:
+            if closing:
                 return
 
     def _next_messages(self) -> list[_Add | _Abort]:

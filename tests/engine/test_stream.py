@@ -246,6 +246,30 @@ async def test_closing_aborts_what_is_outstanding() -> None:
     await engine.close()
 
 
+async def test_closing_during_a_step_gives_each_what_it_had_produced() -> None:
+    runner = Gate()
+    runner.open.set()
+    engine = AsyncEngine(fake_engine(runner=runner))
+    await engine.start()
+    future = engine.submit(request("submitted", prompt(20), 500))
+    stream = engine.stream(request("streamed", prompt(20, 4), 500))
+    deltas = [await anext(stream)]
+    runner.open.clear()
+    runner.entered.clear()
+    await asyncio.to_thread(runner.entered.wait)
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)  # it has begun, and the step is still running
+    runner.open.set()
+    await closing
+    deltas += [delta async for delta in stream]
+    completion, streamed = await future, deltas[-1].completion
+    assert streamed is not None
+    for one in (completion, streamed):
+        assert one.finish_reason == "abort" and len(one.token_ids) >= 1
+    assert [token for delta in deltas for token in delta.token_ids] == list(streamed.token_ids)
+    assert not engine.engine.has_work and engine.engine.scheduler.pool.num_used == 0
+
+
 async def test_an_engine_that_was_not_started_says_so() -> None:
     engine = AsyncEngine(fake_engine())
     assert not engine.healthy
