@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagemill.engine.batch import Batch, Runner, StepResult
@@ -105,10 +106,7 @@ class Engine:
         flight = self._flights.with_request(request_id)
         if flight is None:
             return False
-        completion = self._completion(flight, "abort")
-        self._answer(flight, flight.riders[request_id], completion, self._clock())
-        if not flight.riders:
-            self.scheduler.remove(flight.seq)
+        self._part(flight, flight.riders[request_id], self._completion(flight, "abort"))
         return True
 
     def abort_all(self) -> None:
@@ -226,10 +224,16 @@ class Engine:
             seq.finish_reason, seq.stop_reason = end.reason, end.stop_reason
             self._end(flight)
             return
-        try:
-            self._deltas += flight.deltas()
-        except Exception as error:
-            self._end_with_error(flight, *_undecodable(error))
+        for rider in list(flight.riders.values()):
+            try:
+                delta = rider.delta(seq.output_token_ids)
+            except Exception as error:  # of this rider's text: the others' is their own
+                code, message = _undecodable(error)
+                completion = self._completion(flight, "error")
+                self._part(flight, rider, replace(completion, error_code=code, error_message=message))
+                continue
+            if delta is not None:
+                self._deltas.append(delta)
 
     def _begin(self, rider: Rider, *, alone: bool = False) -> None:
         stops = rider.request.sampling.stop
@@ -258,6 +262,12 @@ class Engine:
                 self._begin(rider, alone=True)
             else:
                 self._answer(flight, rider, completion, now)
+
+    def _part(self, flight: Flight, rider: Rider, completion: Completion) -> None:
+        """Answer one rider; the row goes on for the others, if there are any."""
+        self._answer(flight, rider, completion, self._clock())
+        if not flight.riders:
+            self.scheduler.remove(flight.seq)
 
     def _answer(self, flight: Flight, rider: Rider, completion: Completion, now: float) -> None:
         """Turn the flight's completion into the rider's, who leaves."""

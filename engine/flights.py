@@ -73,12 +73,6 @@ class Flight:
         self.text.advance(self.seq.output_token_ids)
         return self.text.match[1] if self.text.match is not None else None
 
-    def deltas(self) -> list[Delta]:
-        """What there is to show to those who stream. Raises whatever the tokenizer does."""
-        streamed = [rider for rider in self.riders.values() if rider.text is not None]
-        deltas = [rider.delta(self.seq.output_token_ids) for rider in streamed]
-        return [delta for delta in deltas if delta is not None]
-
 
 class Flights:
     """Every request in flight. share: whether identical ones share a row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -208,6 +209,41 @@ def test_a_row_that_fails_late_shows_no_token_twice() -> None:
     shown = [token for delta in deltas if delta.request_id == "b" for token in delta.token_ids]
     assert shown == list(done["b"].token_ids) == answer(rows[1], 8)
     assert "".join(delta.text for delta in deltas if delta.request_id == "b") == done["b"].text
+
+
+class FailingOnce(FakeTokenizer):
+    """Its n-th decode raises."""
+
+    calls = 0
+    failing = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.calls += 1
+        if self.calls == self.failing:
+            raise ValueError("not this time")
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize("failing", "abc")
+def test_a_stream_that_cannot_be_decoded_ends_alone_and_costs_nobody_a_token(failing: str) -> None:
+    tokenizer = FailingOnce()
+    runner = FakeRunner(64)
+    engine = fake_engine(runner=runner, tokenizer=tokenizer)
+    engine.add(request("silent", prompt(20), 8))
+    for name in "abc":
+        engine.add(request(name, prompt(20), 8), stream=True)
+    engine.step()
+    engine.step()
+    tokenizer.failing = tokenizer.calls + 1 + "abc".index(failing)
+    done = finish(engine)
+    deltas = engine.take_deltas()
+    for name in "abc":
+        mine = [delta for delta in deltas if delta.request_id == name]
+        assert [token for delta in mine for token in delta.token_ids] == list(done[name].token_ids)
+        assert "".join(delta.text for delta in mine) == done[name].text
+    assert done.pop(failing).error_code == "engine_error"
+    assert {len(completion.token_ids) for completion in done.values()} == {8}
+    assert sum(runner.computed.values()) == 20 + 7, "Nobody had to run again."
 
 
 def test_a_failed_engine_fails_every_rider() -> None:
