@@ -27,7 +27,7 @@ from pagemill.engine.flights import Flight, Flights, Rider
 from pagemill.engine.metrics import EngineMetrics, Meter
 from pagemill.engine.request import Completion, Delta, FinishReason, Request, Timings, Usage
 from pagemill.engine.schedule.scheduler import Scheduler
-from pagemill.engine.sequence import Status
+from pagemill.engine.sequence import Sequence, Status
 
 if TYPE_CHECKING:
     from pagemill.engine.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ class Engine:
         self._arrivals += 1
         refused = refusal(request, self.model_info, self.limits)
         if refused is not None:
-            flight = self._flights.begin(rider, None, alone=True)
+            flight = self._flights.begin(rider, None)
             flight.seq.status = Status.FINISHED  # the scheduler never sees it
             self._end_with_error(flight, refused.code, refused.message)
             return
@@ -235,10 +235,10 @@ class Engine:
             if delta is not None:
                 self._deltas.append(delta)
 
-    def _begin(self, rider: Rider, *, alone: bool = False) -> None:
+    def _begin(self, rider: Rider, *, failed: Sequence | None = None) -> None:
         stops = rider.request.sampling.stop
         text = self._partial_text(rider.request) if stops else None
-        self.scheduler.add(self._flights.begin(rider, text, alone=alone).seq)
+        self.scheduler.add(self._flights.begin(rider, text, failed=failed).seq)
 
     def _end_with_error(self, flight: Flight, code: str, message: str, *, again: bool = True) -> None:
         seq = flight.seq
@@ -249,7 +249,7 @@ class Engine:
         """Let go of a row's memory and answer its riders.
 
         A row that failed has failed one of them. The others run again, each on its own, so that nobody's
-        answer depends on who came with the same question.
+        answer depends on who came with the same question; of it they keep what they have shown already.
         """
         now = self._clock()
         self.scheduler.remove(flight.seq)
@@ -259,7 +259,7 @@ class Engine:
         for rider in others:
             if completion.finish_reason == "error" and again:
                 self._flights.leave(rider.request.request_id)
-                self._begin(rider, alone=True)
+                self._begin(rider, failed=flight.seq)
             else:
                 self._answer(flight, rider, completion, now)
 

@@ -65,12 +65,16 @@ class Flight:
     text: PartialText | None
     identity: Request | None
     riders: dict[str, Rider] = field(default_factory=dict)
+    searched: int = 0  # output tokens in which a stop string has been looked for
 
     def stop_match(self) -> str | None:
         """The stop string in what there is so far. Raises whatever the tokenizer does."""
         if self.text is None:
             return None
-        self.text.advance(self.seq.output_token_ids)
+        output_ids = self.seq.output_token_ids
+        for end in range(self.searched + 1, len(output_ids) + 1):
+            self.text.advance(output_ids[:end])
+        self.searched = len(output_ids)
         return self.text.match[1] if self.text.match is not None else None
 
 
@@ -108,10 +112,15 @@ class Flights:
             self._board(rider, flight)
         return flight
 
-    def begin(self, rider: Rider, text: PartialText | None, *, alone: bool = False) -> Flight:
-        """A new row for the rider. alone: nobody is to join it."""
-        named = identity(rider.request) if self._share and not alone else None
+    def begin(self, rider: Rider, text: PartialText | None, *, failed: Sequence | None = None) -> Flight:
+        """A new row for the rider. failed: the row that it was on before; then nobody is to join it, and it
+        goes on after the tokens that it has shown, which can't be taken back."""
+        named = identity(rider.request) if self._share and failed is None else None
         flight = Flight(Sequence.of(rider.request, rider.arrival), text, named)
+        if failed is not None and rider.shown:
+            flight.seq.token_ids += failed.output_token_ids[: rider.shown]
+            flight.seq.logprobs += failed.logprobs[: rider.shown]
+            flight.seq.started_at, flight.seq.first_token_at = failed.started_at, failed.first_token_at
         self._by_seq[flight.seq] = flight
         if named is not None:
             self._open[named] = flight

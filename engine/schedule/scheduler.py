@@ -254,7 +254,8 @@ class Scheduler:
         seq.block_table = found
         seq.num_computed_tokens = len(found) * BLOCK_SIZE
         if not seq.num_preemptions:
-            seq.num_cached_tokens = seq.num_computed_tokens
+            # A row that goes on after another that failed has output too, and hits may reach into it.
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.prompt_tokens += seq.num_prompt_tokens
             self.cached_tokens += seq.num_cached_tokens
         seq.status = Status.RUNNING

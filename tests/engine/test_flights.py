@@ -211,6 +211,33 @@ def test_a_row_that_fails_late_shows_no_token_twice() -> None:
     assert "".join(delta.text for delta in deltas if delta.request_id == "b") == done["b"].text
 
 
+@pytest.mark.parametrize("how", ["abort", "failure", "failed engine"])
+def test_a_stream_that_runs_again_ends_with_no_less_than_it_has_shown(how: str) -> None:
+    runner = FakeRunner(64)
+    engine = fake_engine(runner=runner)
+    for name in "ab":
+        engine.add(request(name, prompt(20), 8, logprobs=0, stop=("no such text",)), stream=True)
+    for _ in range(4):
+        engine.step()
+    runner.bad_rows.add("a")
+    engine.step()
+    ended: list[Completion] = []
+    if how == "abort":
+        engine.abort("b")
+    elif how == "failure":
+        runner.bad_rows.add("b")
+    else:
+        ended += engine.fail_all("gone")
+    while engine.has_work:
+        ended += engine.step()
+    (completion,) = (one for one in ended if one.request_id == "b")
+    deltas = [delta for delta in engine.take_deltas() if delta.request_id == "b"]
+    shown = [token for delta in deltas for token in delta.token_ids]
+    assert shown == list(completion.token_ids) == answer(request("b", prompt(20)), 4)
+    assert "".join(delta.text for delta in deltas) == completion.text
+    assert completion.logprobs is not None and len(completion.logprobs) == 4
+
+
 class FailingOnce(FakeTokenizer):
     """Its n-th decode raises."""
 
