@@ -22,7 +22,7 @@ from pagemill.engine.config import (
     SchedulerConfig,
 )
 from pagemill.engine.detokenize import PartialText
-from pagemill.engine.finish import ending, refusal, text_token_ids
+from pagemill.engine.finish import Refusal, ending, refusal, text_token_ids
 from pagemill.engine.flights import Flight, Flights, Rider
 from pagemill.engine.metrics import EngineMetrics, Meter
 from pagemill.engine.request import Completion, Delta, FinishReason, Request, Timings, Usage
@@ -86,15 +86,13 @@ class Engine:
         """
         if request.request_id in self._flights:
             raise ValueError(f"A request {request.request_id!r} is already in flight.")
+        refused = refusal(request, self.model_info, self.limits)
+        if refused is not None:
+            self._refuse(request, refused, stream=stream)
+            return
         text = self._partial_text(request) if stream else None
         rider = Rider(request, self._arrivals, self._clock(), text)
         self._arrivals += 1
-        refused = refusal(request, self.model_info, self.limits)
-        if refused is not None:
-            flight = self._flights.begin(rider, None)
-            flight.seq.status = Status.FINISHED  # the scheduler never sees it
-            self._end_with_error(flight, refused.code, refused.message)
-            return
         joined = self._flights.join(rider)
         if joined is None:
             self._begin(rider)
@@ -234,6 +232,24 @@ class Engine:
                 continue
             if delta is not None:
                 self._deltas.append(delta)
+
+    def _refuse(self, request: Request, refused: Refusal, *, stream: bool) -> None:
+        """Answer a request that no row can be made of; nothing in it is trusted to be what it should."""
+        now = self._clock()
+        prompt = request.prompt_token_ids
+        completion = Completion(
+            request_id=request.request_id,
+            text="",
+            token_ids=(),
+            finish_reason="error",
+            usage=Usage(len(prompt) if isinstance(prompt, tuple) else 0, 0),
+            timings=Timings(now, finished=now),
+            error_code=refused.code,
+            error_message=refused.message,
+        )
+        self._ended.append(completion)
+        if stream:
+            self._deltas.append(Delta(request.request_id, completion=completion))
 
     def _begin(self, rider: Rider, *, failed: Sequence | None = None) -> None:
         stops = rider.request.sampling.stop
