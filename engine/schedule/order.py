@@ -24,6 +24,9 @@ from dataclasses import dataclass, field
 from pagemill.engine.schedule.tree import PrefixTree
 from pagemill.engine.sequence import Sequence, Status
 
+# So many rows that have ended are not worth a look at the others.
+_MOST_ENDED = 1000
+
 _Arrivals = list[tuple[int, Sequence]]  # a heap
 
 
@@ -72,6 +75,32 @@ class _Lane:
             del self._groups[group.label]
         return None
 
+    def sweep_out(self) -> int:
+        """Let go of rows that wait here no longer, and return how many do; the order stays."""
+        self._first = self._waiting_of(self._first)
+        left = len(self._first)
+        for group in self._groups.values():
+            group.first = self._waiting_of(group.first)
+            left += len(group.first)
+            # What is left of a sweep has its order; what follows it is ordered anew when its sweep begins.
+            group.sweep, in_sweep = self._refilled(group.sweep, PrefixTree(by_prefix=False, long_first=False))
+            group.following, after = self._refilled(group.following, self._make_tree())
+            left += in_sweep + after
+        return left
+
+    def _waiting_of(self, heap: _Arrivals) -> _Arrivals:
+        kept = [entry for entry in heap if self._waits(entry[1])]
+        heapq.heapify(kept)
+        return kept
+
+    def _refilled(self, tree: PrefixTree, into: PrefixTree) -> tuple[PrefixTree, int]:
+        count = 0
+        while (seq := tree.pop()) is not None:
+            if self._waits(seq):
+                into.push(seq)
+                count += 1
+        return into, count
+
     def _pop_from(self, group: _Group) -> Sequence | None:
         while group.first:
             seq = heapq.heappop(group.first)[1]
@@ -102,12 +131,14 @@ class _Lane:
 
 
 class WaitingQueue:
-    """All rows that wait. Rows that have ended meanwhile stay inside until they would be popped."""
+    """All rows that wait. Rows that have ended meanwhile stay inside until they would be popped, or `trim`
+    finds too many of them."""
 
     def __init__(self, *, by_prefix: bool = True, long_first: bool = True) -> None:
         self._make_tree = lambda: PrefixTree(by_prefix=by_prefix, long_first=long_first)
         self._lanes: dict[int, _Lane] = {}
         self._order: list[int] = []  # priorities in use, negated, so that the highest comes first
+        self._size = 0  # at most so many rows are inside, those that have ended too
 
     def push(self, seq: Sequence) -> None:
         """A new row, or one whose priority has been raised: what was pushed before counts no longer."""
@@ -125,11 +156,23 @@ class WaitingQueue:
         while self._order:
             seq = self._lanes[-self._order[0]].pop()
             if seq is not None:
+                self._size -= 1
                 return seq
             del self._lanes[-self._order.pop(0)]
+        self._size = 0
         return None
 
+    def trim(self, waiting: int) -> None:
+        """A row has ended while it waited. waiting: how many still do; there are never many more inside.
+
+        The price of going through all of them is paid by as many that have ended.
+        """
+        if self._size > 2 * waiting + _MOST_ENDED:
+            self._size = sum(lane.sweep_out() for lane in self._lanes.values())
+
     def _lane(self, seq: Sequence) -> _Lane:
+        """Where a row is about to be pushed."""
+        self._size += 1
         lane = self._lanes.get(seq.priority)
         if lane is None:
             lane = self._lanes[seq.priority] = _Lane(seq.priority, self._make_tree)

@@ -116,9 +116,11 @@ class Scheduler:
             if seq.finish_reason == "stop":
                 self.admission.lengths.ended(seq)
             self._vacate(seq)
-        elif seq.status is Status.WAITING:
-            self._num_waiting -= 1
+        waited = seq.status is Status.WAITING
         seq.status = Status.FINISHED
+        if waited:
+            self._num_waiting -= 1
+            self._waiting.trim(self._num_waiting)
 
     def _outgrown(self, seq: Sequence) -> bool:
         return self.limits.rope_switch is not None and len(seq.token_ids) > self.limits.rope_switch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from engine_fakes import prompt, request
 from hypothesis import given
@@ -87,6 +89,32 @@ def test_rows_that_have_ended_are_passed_over() -> None:
         queue.push(seq)
     rows[0].status = rows[2].status = Status.FINISHED
     assert names(queue) == ["1", "3"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_rows_that_have_ended_are_not_kept_and_the_order_stays(begun: bool) -> None:
+    queues = [WaitingQueue(), WaitingQueue()]
+    # In the second queue all of them end, but for the first hundred, which is noticed as it grows.
+    for queue in queues:
+        for n in range(100):
+            queue.push(row(f"{n}", prompt(32, n % 7), n % 2, "ab"[n % 3 == 0], work=n % 5))
+        if begun:
+            back = [queue.pop() for _ in range(9)]
+            for seq in back[:3]:
+                assert seq is not None
+                queue.push_first(seq)
+            for seq in back[3:]:
+                assert seq is not None
+                queue.push_back(seq)
+    for n in range(20_000):
+        seq = row(f"x{n}", prompt(32, n), n % 2, "ab"[n % 3 == 0])
+        queues[1].push(seq)
+        seq.status = Status.FINISHED
+        queues[1].trim(100)
+        assert queues[1]._size <= 1201
+    kept = sum(isinstance(it, Sequence) and it.status is Status.FINISHED for it in gc.get_objects())
+    assert kept <= 1201
+    assert names(queues[0]) == names(queues[1])
 
 
 @given(
