@@ -287,7 +287,7 @@ class Engine:
 
     def _answer(self, flight: Flight, rider: Rider, completion: Completion, now: float) -> None:
         """Turn the flight's completion into the rider's, who leaves."""
-        own = rider.completion(completion, flight.seq, now)
+        own = rider.completion(completion, flight.seq, flight.take_hits(rider), now)
         self._flights.leave(own.request_id)
         self._ended.append(own)
         if rider.text is not None:

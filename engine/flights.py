@@ -45,10 +45,9 @@ class Rider:
         new = completion.token_ids[self.shown :]
         return Delta(self.request.request_id, new, self.text.rest(completion.text), completion)
 
-    def completion(self, of: Completion, seq: Sequence, now: float) -> Completion:
-        """The flight's completion as this rider's own."""
-        ran = self.request is seq.request
-        usage = Usage(seq.num_prompt_tokens, seq.num_output_tokens, seq.num_cached_tokens if ran else 0)
+    def completion(self, of: Completion, seq: Sequence, hits: int, now: float) -> Completion:
+        """The flight's completion as this rider's own. hits: cached tokens that count for this one."""
+        usage = Usage(seq.num_prompt_tokens, seq.num_output_tokens, hits)
         started, first = (
             None if moment is None else max(moment, self.queued_at)
             for moment in (seq.started_at, seq.first_token_at)
@@ -65,7 +64,15 @@ class Flight:
     text: PartialText | None
     identity: Request | None
     riders: dict[str, Rider] = field(default_factory=dict)
+    credited: int = 0  # of the cached tokens, those that a rider's completion has told of
     searched: int = 0  # output tokens in which a stop string has been looked for
+
+    def take_hits(self, rider: Rider) -> int:
+        """The cached tokens that this rider's completion tells of: the first aboard has them, once."""
+        if next(iter(self.riders.values())) is not rider:
+            return 0
+        hits, self.credited = self.seq.num_cached_tokens - self.credited, self.seq.num_cached_tokens
+        return hits
 
     def stop_match(self) -> str | None:
         """The stop string in what there is so far. Raises whatever the tokenizer does."""

@@ -45,6 +45,19 @@ def test_hits_of_the_prefix_cache_count_for_the_row_that_ran_alone() -> None:
     assert engine.metrics().cached_tokens == 32
 
 
+def test_hits_count_for_who_remains_when_the_first_left_before_it_ran() -> None:
+    engine = fake_engine(max_num_seqs=1)
+    run_all(engine, [request("before", prompt(40))])
+    engine.add(request("busy", prompt(8, 9), 4))
+    engine.step()
+    for name in "abc":
+        engine.add(request(name, prompt(40)))
+    engine.abort("a")
+    done = finish(engine)
+    assert [done[name].usage.cached_tokens for name in "abc"] == [0, 32, 0]
+    assert engine.metrics().cached_tokens == 32
+
+
 def test_switched_off_each_runs_on_its_own() -> None:
     runner = FakeRunner(64)
     engine = fake_engine(runner=runner, identical_rows=False, prefix_cache=False)
