@@ -32,7 +32,8 @@ _Arrivals = list[tuple[int, Sequence]]  # a heap
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Rows of one priority and label. Each pop is a turn, also of a row that then waits for its prefix."""
+    """Rows of one priority and label. Each row is charged once, when it is first popped, also if it then
+    waits for its prefix."""
 
     label: str
     sweep: PrefixTree
@@ -70,8 +71,9 @@ class _Lane:
             self._now, _, group = heapq.heappop(self._turns)
             found = self._pop_from(group)
             if found is not None:
-                self._queue(group, self._now + found.work)
-                return found
+                row, work = found
+                self._queue(group, self._now + work)
+                return row
             del self._groups[group.label]
         return None
 
@@ -101,15 +103,16 @@ class _Lane:
                 count += 1
         return into, count
 
-    def _pop_from(self, group: _Group) -> Sequence | None:
+    def _pop_from(self, group: _Group) -> tuple[Sequence, float] | None:
+        """The group's next row, and what it is charged: nothing if it was popped, and so charged, before."""
         while group.first:
             seq = heapq.heappop(group.first)[1]
             if self._waits(seq):
-                return seq
+                return seq, 0.0
         for _ in range(2):
             while (found := group.sweep.pop()) is not None:
                 if self._waits(found):
-                    return found
+                    return found, found.work
             group.sweep, group.following = group.following, self._make_tree()
         return None
 
