@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagemill.engine.batch import Batch, Runner, StepResult
@@ -21,12 +22,12 @@ from pagemill.engine.config import (
     SchedulerConfig,
 )
 from pagemill.engine.detokenize import PartialText
-from pagemill.engine.finish import ending, refusal, text_token_ids
+from pagemill.engine.finish import Refusal, ending, refusal, text_token_ids
 from pagemill.engine.flights import Flight, Flights, Rider
 from pagemill.engine.metrics import EngineMetrics, Meter
 from pagemill.engine.request import Completion, Delta, FinishReason, Request, Timings, Usage
 from pagemill.engine.schedule.scheduler import Scheduler
-from pagemill.engine.sequence import Status
+from pagemill.engine.sequence import Sequence, Status
 
 if TYPE_CHECKING:
     from pagemill.engine.tokenizer import Tokenizer
@@ -85,15 +86,13 @@ class Engine:
         """
         if request.request_id in self._flights:
             raise ValueError(f"A request {request.request_id!r} is already in flight.")
+        refused = refusal(request, self.model_info, self.limits)
+        if refused is not None:
+            self._refuse(request, refused, stream=stream)
+            return
         text = self._partial_text(request) if stream else None
         rider = Rider(request, self._arrivals, self._clock(), text)
         self._arrivals += 1
-        refused = refusal(request, self.model_info, self.limits)
-        if refused is not None:
-            flight = self._flights.begin(rider, None, alone=True)
-            flight.seq.status = Status.FINISHED  # the scheduler never sees it
-            self._end_with_error(flight, refused.code, refused.message)
-            return
         joined = self._flights.join(rider)
         if joined is None:
             self._begin(rider)
@@ -105,10 +104,7 @@ class Engine:
         flight = self._flights.with_request(request_id)
         if flight is None:
             return False
-        completion = self._completion(flight, "abort")
-        self._answer(flight, flight.riders[request_id], completion, self._clock())
-        if not flight.riders:
-            self.scheduler.remove(flight.seq)
+        self._part(flight, flight.riders[request_id], self._completion(flight, "abort"))
         return True
 
     def abort_all(self) -> None:
@@ -226,15 +222,39 @@ class Engine:
             seq.finish_reason, seq.stop_reason = end.reason, end.stop_reason
             self._end(flight)
             return
-        try:
-            self._deltas += flight.deltas()
-        except Exception as error:
-            self._end_with_error(flight, *_undecodable(error))
+        for rider in list(flight.riders.values()):
+            try:
+                delta = rider.delta(seq.output_token_ids)
+            except Exception as error:  # of this rider's text: the others' is their own
+                code, message = _undecodable(error)
+                completion = self._completion(flight, "error")
+                self._part(flight, rider, replace(completion, error_code=code, error_message=message))
+                continue
+            if delta is not None:
+                self._deltas.append(delta)
 
-    def _begin(self, rider: Rider, *, alone: bool = False) -> None:
+    def _refuse(self, request: Request, refused: Refusal, *, stream: bool) -> None:
+        """Answer a request that no row can be made of; nothing in it is trusted to be what it should."""
+        now = self._clock()
+        prompt = request.prompt_token_ids
+        completion = Completion(
+            request_id=request.request_id,
+            text="",
+            token_ids=(),
+            finish_reason="error",
+            usage=Usage(len(prompt) if isinstance(prompt, tuple) else 0, 0),
+            timings=Timings(now, finished=now),
+            error_code=refused.code,
+            error_message=refused.message,
+        )
+        self._ended.append(completion)
+        if stream:
+            self._deltas.append(Delta(request.request_id, completion=completion))
+
+    def _begin(self, rider: Rider, *, failed: Sequence | None = None) -> None:
         stops = rider.request.sampling.stop
         text = self._partial_text(rider.request) if stops else None
-        self.scheduler.add(self._flights.begin(rider, text, alone=alone).seq)
+        self.scheduler.add(self._flights.begin(rider, text, failed=failed).seq)
 
     def _end_with_error(self, flight: Flight, code: str, message: str, *, again: bool = True) -> None:
         seq = flight.seq
@@ -245,7 +265,7 @@ class Engine:
         """Let go of a row's memory and answer its riders.
 
         A row that failed has failed one of them. The others run again, each on its own, so that nobody's
-        answer depends on who came with the same question.
+        answer depends on who came with the same question; of it they keep what they have shown already.
         """
         now = self._clock()
         self.scheduler.remove(flight.seq)
@@ -255,13 +275,19 @@ class Engine:
         for rider in others:
             if completion.finish_reason == "error" and again:
                 self._flights.leave(rider.request.request_id)
-                self._begin(rider, alone=True)
+                self._begin(rider, failed=flight.seq)
             else:
                 self._answer(flight, rider, completion, now)
 
+    def _part(self, flight: Flight, rider: Rider, completion: Completion) -> None:
+        """Answer one rider; the row goes on for the others, if there are any."""
+        self._answer(flight, rider, completion, self._clock())
+        if not flight.riders:
+            self.scheduler.remove(flight.seq)
+
     def _answer(self, flight: Flight, rider: Rider, completion: Completion, now: float) -> None:
         """Turn the flight's completion into the rider's, who leaves."""
-        own = rider.completion(completion, flight.seq, now)
+        own = rider.completion(completion, flight.seq, flight.take_hits(rider), now)
         self._flights.leave(own.request_id)
         self._ended.append(own)
         if rider.text is not None:

@@ -45,10 +45,9 @@ class Rider:
         new = completion.token_ids[self.shown :]
         return Delta(self.request.request_id, new, self.text.rest(completion.text), completion)
 
-    def completion(self, of: Completion, seq: Sequence, now: float) -> Completion:
-        """The flight's completion as this rider's own."""
-        ran = self.request is seq.request
-        usage = Usage(seq.num_prompt_tokens, seq.num_output_tokens, seq.num_cached_tokens if ran else 0)
+    def completion(self, of: Completion, seq: Sequence, hits: int, now: float) -> Completion:
+        """The flight's completion as this rider's own. hits: cached tokens that count for this one."""
+        usage = Usage(seq.num_prompt_tokens, seq.num_output_tokens, hits)
         started, first = (
             None if moment is None else max(moment, self.queued_at)
             for moment in (seq.started_at, seq.first_token_at)
@@ -65,19 +64,25 @@ class Flight:
     text: PartialText | None
     identity: Request | None
     riders: dict[str, Rider] = field(default_factory=dict)
+    credited: int = 0  # of the cached tokens, those that a rider's completion has told of
+    searched: int = 0  # output tokens in which a stop string has been looked for
+
+    def take_hits(self, rider: Rider) -> int:
+        """The cached tokens that this rider's completion tells of: the first aboard has them, once."""
+        if next(iter(self.riders.values())) is not rider:
+            return 0
+        hits, self.credited = self.seq.num_cached_tokens - self.credited, self.seq.num_cached_tokens
+        return hits
 
     def stop_match(self) -> str | None:
         """The stop string in what there is so far. Raises whatever the tokenizer does."""
         if self.text is None:
             return None
-        self.text.advance(self.seq.output_token_ids)
+        output_ids = self.seq.output_token_ids
+        for end in range(self.searched + 1, len(output_ids) + 1):
+            self.text.advance(output_ids[:end])
+        self.searched = len(output_ids)
         return self.text.match[1] if self.text.match is not None else None
-
-    def deltas(self) -> list[Delta]:
-        """What there is to show to those who stream. Raises whatever the tokenizer does."""
-        streamed = [rider for rider in self.riders.values() if rider.text is not None]
-        deltas = [rider.delta(self.seq.output_token_ids) for rider in streamed]
-        return [delta for delta in deltas if delta is not None]
 
 
 class Flights:
@@ -114,10 +119,15 @@ class Flights:
             self._board(rider, flight)
         return flight
 
-    def begin(self, rider: Rider, text: PartialText | None, *, alone: bool = False) -> Flight:
-        """A new row for the rider. alone: nobody is to join it."""
-        named = identity(rider.request) if self._share and not alone else None
+    def begin(self, rider: Rider, text: PartialText | None, *, failed: Sequence | None = None) -> Flight:
+        """A new row for the rider. failed: the row that it was on before; then nobody is to join it, and it
+        goes on after the tokens that it has shown, which can't be taken back."""
+        named = identity(rider.request) if self._share and failed is None else None
         flight = Flight(Sequence.of(rider.request, rider.arrival), text, named)
+        if failed is not None and rider.shown:
+            flight.seq.token_ids += failed.output_token_ids[: rider.shown]
+            flight.seq.logprobs += failed.logprobs[: rider.shown]
+            flight.seq.started_at, flight.seq.first_token_at = failed.started_at, failed.first_token_at
         self._by_seq[flight.seq] = flight
         if named is not None:
             self._open[named] = flight

@@ -43,9 +43,12 @@ class _Abort:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Caller:
-    """Who waits for a request, and how to tell them. Called in the event loop only."""
+    """Who waits for a request, and how to tell them. Called in the event loop only.
+
+    Each is itself alone: an id that is free again may be somebody else's request.
+    """
 
     request: Request
     done: Callable[[Completion], None]
@@ -111,8 +114,9 @@ class AsyncEngine:
         Raises EngineFailed when the engine has failed or is closed, ValueError for an id in flight.
         """
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._send(_Caller(request, done=lambda completion: _resolve(future, completion)))
-        future.add_done_callback(lambda f: self.abort(request.request_id) if f.cancelled() else None)
+        caller = _Caller(request, done=lambda completion: _resolve(future, completion))
+        self._send(caller)
+        future.add_done_callback(lambda f: self._leave(caller) if f.cancelled() else None)
         return future
 
     def abort(self, request_id: str) -> None:
@@ -130,31 +134,38 @@ class AsyncEngine:
         """
         finished: asyncio.Queue[Completion | None] = asyncio.Queue()  # None: the feeder has ended
         slots = asyncio.Semaphore(ahead or 16 * self.engine.limits.max_num_seqs)
-        mine: set[str] = set()
+        mine: set[_Caller] = set()  # what has not ended
+
+        def hand_in(request: Request) -> None:
+            def done(completion: Completion) -> None:
+                mine.discard(caller)
+                finished.put_nowait(completion)
+
+            caller = _Caller(request, done)
+            self._send(caller)
+            mine.add(caller)
 
         async def feed() -> None:
             async for request in _each(requests):
                 await slots.acquire()
-                self._send(_Caller(request, done=finished.put_nowait))
-                mine.add(request.request_id)
+                hand_in(request)
 
         feeder = asyncio.create_task(feed())
         feeder.add_done_callback(lambda _: finished.put_nowait(None))
         fed = False
         try:
-            while mine or not fed:
+            while mine or not fed or not finished.empty():
                 completion = await finished.get()
                 if completion is None:
                     fed = True
                     feeder.result()  # raises what the source of requests raised
                     continue
-                mine.discard(completion.request_id)
                 slots.release()
                 yield completion
         finally:
             feeder.cancel()
-            for request_id in mine:
-                self.abort(request_id)
+            for caller in mine:
+                self._leave(caller)
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """Yield tokens and text as they come; the last delta carries the completion.
@@ -163,12 +174,13 @@ class AsyncEngine:
         several tokens in one delta. Leaving early aborts the request.
         """
         reader = _Reader(request.request_id)
-        self._send(_Caller(request, done=reader.finish, news=reader.take))
+        caller = _Caller(request, done=reader.finish, news=reader.take)
+        self._send(caller)
         try:
             while not reader.ended:
                 yield await reader.read()
         finally:
-            self.abort(request.request_id)
+            self._leave(caller)
 
     def _send(self, caller: _Caller) -> None:
         if self._ended or self._closing:
@@ -180,6 +192,12 @@ class AsyncEngine:
             raise ValueError(f"A request {caller.request.request_id!r} is already in flight.")
         self._callers[caller.request.request_id] = caller
         self._post(_Add(caller.request, stream=caller.news is not None))
+
+    def _leave(self, caller: _Caller) -> None:
+        """Abort the caller's own request, if it has not ended."""
+        request_id = caller.request.request_id
+        if self._callers.get(request_id) is caller:
+            self.abort(request_id)
 
     def _post(self, message: _Add | _Abort) -> None:
         with self._ready:
@@ -225,17 +243,19 @@ class AsyncEngine:
     def _serve(self) -> None:
         engine = self.engine
         while not self._orphaned():
+            # Looked at once a round, and before the inbox is taken: nothing is sent after `close`.
+            closing = self._closing
             for message in self._next_messages():
                 if isinstance(message, _Add):
                     engine.add(message.request, stream=message.stream)
                 else:
                     engine.abort(message.request_id)
-            if self._closing:
+            if closing:
                 engine.abort_all()
             if engine.has_work:
                 self._hand_over(engine.step())
             self._look()
-            if self._closing:
+            if closing:
                 return
 
     def _next_messages(self) -> list[_Add | _Abort]:

@@ -24,12 +24,16 @@ from dataclasses import dataclass, field
 from pagemill.engine.schedule.tree import PrefixTree
 from pagemill.engine.sequence import Sequence, Status
 
+# So many rows that have ended are not worth a look at the others.
+_MOST_ENDED = 1000
+
 _Arrivals = list[tuple[int, Sequence]]  # a heap
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Rows of one priority and label. Each pop is a turn, also of a row that then waits for its prefix."""
+    """Rows of one priority and label. Each row is charged once, when it is first popped, also if it then
+    waits for its prefix."""
 
     label: str
     sweep: PrefixTree
@@ -67,20 +71,48 @@ class _Lane:
             self._now, _, group = heapq.heappop(self._turns)
             found = self._pop_from(group)
             if found is not None:
-                self._queue(group, self._now + found.work)
-                return found
+                row, work = found
+                self._queue(group, self._now + work)
+                return row
             del self._groups[group.label]
         return None
 
-    def _pop_from(self, group: _Group) -> Sequence | None:
+    def sweep_out(self) -> int:
+        """Let go of rows that wait here no longer, and return how many do; the order stays."""
+        self._first = self._waiting_of(self._first)
+        left = len(self._first)
+        for group in self._groups.values():
+            group.first = self._waiting_of(group.first)
+            left += len(group.first)
+            # What is left of a sweep has its order; what follows it is ordered anew when its sweep begins.
+            group.sweep, in_sweep = self._refilled(group.sweep, PrefixTree(by_prefix=False, long_first=False))
+            group.following, after = self._refilled(group.following, self._make_tree())
+            left += in_sweep + after
+        return left
+
+    def _waiting_of(self, heap: _Arrivals) -> _Arrivals:
+        kept = [entry for entry in heap if self._waits(entry[1])]
+        heapq.heapify(kept)
+        return kept
+
+    def _refilled(self, tree: PrefixTree, into: PrefixTree) -> tuple[PrefixTree, int]:
+        count = 0
+        while (seq := tree.pop()) is not None:
+            if self._waits(seq):
+                into.push(seq)
+                count += 1
+        return into, count
+
+    def _pop_from(self, group: _Group) -> tuple[Sequence, float] | None:
+        """The group's next row, and what it is charged: nothing if it was popped, and so charged, before."""
         while group.first:
             seq = heapq.heappop(group.first)[1]
             if self._waits(seq):
-                return seq
+                return seq, 0.0
         for _ in range(2):
             while (found := group.sweep.pop()) is not None:
                 if self._waits(found):
-                    return found
+                    return found, found.work
             group.sweep, group.following = group.following, self._make_tree()
         return None
 
@@ -102,12 +134,14 @@ class _Lane:
 
 
 class WaitingQueue:
-    """All rows that wait. Rows that have ended meanwhile stay inside until they would be popped."""
+    """All rows that wait. Rows that have ended meanwhile stay inside until they would be popped, or `trim`
+    finds too many of them."""
 
     def __init__(self, *, by_prefix: bool = True, long_first: bool = True) -> None:
         self._make_tree = lambda: PrefixTree(by_prefix=by_prefix, long_first=long_first)
         self._lanes: dict[int, _Lane] = {}
         self._order: list[int] = []  # priorities in use, negated, so that the highest comes first
+        self._size = 0  # at most so many rows are inside, those that have ended too
 
     def push(self, seq: Sequence) -> None:
         """A new row, or one whose priority has been raised: what was pushed before counts no longer."""
@@ -125,11 +159,23 @@ class WaitingQueue:
         while self._order:
             seq = self._lanes[-self._order[0]].pop()
             if seq is not None:
+                self._size -= 1
                 return seq
             del self._lanes[-self._order.pop(0)]
+        self._size = 0
         return None
 
+    def trim(self, waiting: int) -> None:
+        """A row has ended while it waited. waiting: how many still do; there are never many more inside.
+
+        The price of going through all of them is paid by as many that have ended.
+        """
+        if self._size > 2 * waiting + _MOST_ENDED:
+            self._size = sum(lane.sweep_out() for lane in self._lanes.values())
+
     def _lane(self, seq: Sequence) -> _Lane:
+        """Where a row is about to be pushed."""
+        self._size += 1
         lane = self._lanes.get(seq.priority)
         if lane is None:
             lane = self._lanes[seq.priority] = _Lane(seq.priority, self._make_tree)

@@ -116,9 +116,11 @@ class Scheduler:
             if seq.finish_reason == "stop":
                 self.admission.lengths.ended(seq)
             self._vacate(seq)
-        elif seq.status is Status.WAITING:
-            self._num_waiting -= 1
+        waited = seq.status is Status.WAITING
         seq.status = Status.FINISHED
+        if waited:
+            self._num_waiting -= 1
+            self._waiting.trim(self._num_waiting)
 
     def _outgrown(self, seq: Sequence) -> bool:
         return self.limits.rope_switch is not None and len(seq.token_ids) > self.limits.rope_switch
@@ -254,7 +256,8 @@ class Scheduler:
         seq.block_table = found
         seq.num_computed_tokens = len(found) * BLOCK_SIZE
         if not seq.num_preemptions:
-            seq.num_cached_tokens = seq.num_computed_tokens
+            # A row that goes on after another that failed has output too, and hits may reach into it.
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.prompt_tokens += seq.num_prompt_tokens
             self.cached_tokens += seq.num_cached_tokens
         seq.status = Status.RUNNING

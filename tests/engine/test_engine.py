@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from engine_fakes import (
@@ -264,6 +266,49 @@ def test_a_prompt_that_is_none_is_an_error_of_its_row(bad_prompt: list[int]) -> 
     done = run_all(fake_engine(), [request("bad", bad_prompt)])["bad"]
     assert done.error_code == "invalid_request"
     assert all(str(token) in (done.error_message or "") for token in bad_prompt)
+
+
+GOOD = request("good", prompt(30, 3), 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cache_salt": "\ud800"},
+        {"group": None},
+        {"prompt_token_ids": prompt(40)},
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": (1, 2.5)},
+        {"prompt_token_ids": (1, True)},
+        {"seed": "1"},
+        {"priority": None},
+        {"sampling": None},
+        {"sampling": replace(GOOD.sampling, stop=["x"])},  # type: ignore[arg-type]
+        {"sampling": replace(GOOD.sampling, stop=(3,))},  # type: ignore[arg-type]
+        {"sampling": replace(GOOD.sampling, stop_token_ids=[3])},  # type: ignore[arg-type]
+        {"sampling": replace(GOOD.sampling, logit_bias=((3,),))},  # type: ignore[arg-type]
+        {"sampling": replace(GOOD.sampling, logit_bias=((3, 1e39),))},
+        {"sampling": replace(GOOD.sampling, max_tokens="4")},  # type: ignore[arg-type]
+        {"sampling": replace(GOOD.sampling, logprobs=1.5)},  # type: ignore[arg-type]
+        {"sampling": replace(GOOD.sampling, ignore_eos=[])},  # type: ignore[arg-type]
+        {"sampling": replace(GOOD.sampling, top_k=2**31)},
+        {"sampling": replace(GOOD.sampling, temperature=10**400)},
+        {"sampling": replace(GOOD.sampling, presence_penalty=1e300)},
+    ],
+    ids=str,
+)
+def test_a_request_of_wrong_types_is_an_error_of_its_row(
+    wrong: dict[str, Any], share: bool, stream: bool
+) -> None:
+    engine = fake_engine(identical_rows=share)
+    engine.add(GOOD)
+    engine.add(replace(GOOD, request_id="bad", **wrong), stream=stream)
+    done = run_all(engine, [])
+    assert done["bad"].error_code == "invalid_request"
+    assert list(done["good"].token_ids) == answer(GOOD, 4)
+    assert [delta.completion for delta in engine.take_deltas()] == [done["bad"]] * stream
 
 
 def scripted(tokens: list[int], length: int) -> FakeRunner:

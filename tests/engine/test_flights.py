@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,19 @@ def test_hits_of_the_prefix_cache_count_for_the_row_that_ran_alone() -> None:
     run_all(engine, [request("before", prompt(40))])
     done = run_all(engine, [request(f"r{n}", prompt(40)) for n in range(3)])
     assert [done[f"r{n}"].usage.cached_tokens for n in range(3)] == [32, 0, 0]
+    assert engine.metrics().cached_tokens == 32
+
+
+def test_hits_count_for_who_remains_when_the_first_left_before_it_ran() -> None:
+    engine = fake_engine(max_num_seqs=1)
+    run_all(engine, [request("before", prompt(40))])
+    engine.add(request("busy", prompt(8, 9), 4))
+    engine.step()
+    for name in "abc":
+        engine.add(request(name, prompt(40)))
+    engine.abort("a")
+    done = finish(engine)
+    assert [done[name].usage.cached_tokens for name in "abc"] == [0, 32, 0]
     assert engine.metrics().cached_tokens == 32
 
 
@@ -208,6 +222,68 @@ def test_a_row_that_fails_late_shows_no_token_twice() -> None:
     shown = [token for delta in deltas if delta.request_id == "b" for token in delta.token_ids]
     assert shown == list(done["b"].token_ids) == answer(rows[1], 8)
     assert "".join(delta.text for delta in deltas if delta.request_id == "b") == done["b"].text
+
+
+@pytest.mark.parametrize("how", ["abort", "failure", "failed engine"])
+def test_a_stream_that_runs_again_ends_with_no_less_than_it_has_shown(how: str) -> None:
+    runner = FakeRunner(64)
+    engine = fake_engine(runner=runner)
+    for name in "ab":
+        engine.add(request(name, prompt(20), 8, logprobs=0, stop=("no such text",)), stream=True)
+    for _ in range(4):
+        engine.step()
+    runner.bad_rows.add("a")
+    engine.step()
+    ended: list[Completion] = []
+    if how == "abort":
+        engine.abort("b")
+    elif how == "failure":
+        runner.bad_rows.add("b")
+    else:
+        ended += engine.fail_all("gone")
+    while engine.has_work:
+        ended += engine.step()
+    (completion,) = (one for one in ended if one.request_id == "b")
+    deltas = [delta for delta in engine.take_deltas() if delta.request_id == "b"]
+    shown = [token for delta in deltas for token in delta.token_ids]
+    assert shown == list(completion.token_ids) == answer(request("b", prompt(20)), 4)
+    assert "".join(delta.text for delta in deltas) == completion.text
+    assert completion.logprobs is not None and len(completion.logprobs) == 4
+
+
+class FailingOnce(FakeTokenizer):
+    """Its n-th decode raises."""
+
+    calls = 0
+    failing = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.calls += 1
+        if self.calls == self.failing:
+            raise ValueError("not this time")
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize("failing", "abc")
+def test_a_stream_that_cannot_be_decoded_ends_alone_and_costs_nobody_a_token(failing: str) -> None:
+    tokenizer = FailingOnce()
+    runner = FakeRunner(64)
+    engine = fake_engine(runner=runner, tokenizer=tokenizer)
+    engine.add(request("silent", prompt(20), 8))
+    for name in "abc":
+        engine.add(request(name, prompt(20), 8), stream=True)
+    engine.step()
+    engine.step()
+    tokenizer.failing = tokenizer.calls + 1 + "abc".index(failing)
+    done = finish(engine)
+    deltas = engine.take_deltas()
+    for name in "abc":
+        mine = [delta for delta in deltas if delta.request_id == name]
+        assert [token for delta in mine for token in delta.token_ids] == list(done[name].token_ids)
+        assert "".join(delta.text for delta in mine) == done[name].text
+    assert done.pop(failing).error_code == "engine_error"
+    assert {len(completion.token_ids) for completion in done.values()} == {8}
+    assert sum(runner.computed.values()) == 20 + 7, "Nobody had to run again."
 
 
 def test_a_failed_engine_fails_every_rider() -> None:

@@ -208,6 +208,38 @@ async def test_an_id_is_taken_until_its_completion_is_delivered() -> None:
         assert (await engine.submit(request("a", prompt(4), 50))).finish_reason == "length"
 
 
+async def test_whoever_ends_aborts_no_later_request_of_the_same_id() -> None:
+    async with AsyncEngine(fake_engine()) as engine:
+        again: list[asyncio.Future[Completion]] = []
+        async for delta in engine.stream(request("a", prompt(20), 4)):
+            if delta.completion is not None:
+                again.append(engine.submit(request("a", prompt(20, 2), 200)))
+        generator = engine.generate([request("p", prompt(20), 2), request("q", prompt(20, 5), 2)])
+        await anext(generator)
+        while "q" in engine._callers:  # until it is delivered, and not read
+            await asyncio.sleep(0.001)
+        again.append(engine.submit(request("q", prompt(20, 3), 200)))
+        await generator.aclose()
+        assert [c.finish_reason for c in await asyncio.gather(*again)] == ["length", "length"]
+
+
+async def test_generate_takes_an_id_again_once_it_has_ended() -> None:
+    ended = asyncio.Event()
+
+    async def source() -> AsyncIterator[Request]:
+        for n in range(3):
+            ended.clear()
+            yield request("a", prompt(20, n), 2)
+            await ended.wait()
+
+    async with AsyncEngine(fake_engine()) as engine:
+        seen = []
+        async for completion in engine.generate(source()):
+            seen.append(completion.request_id)
+            ended.set()
+    assert seen == ["a"] * 3
+
+
 async def test_a_failing_step_fails_every_outstanding_row_and_shows() -> None:
     engine = AsyncEngine(fake_engine(max_num_seqs=2, runner=Breaking(after=3)))
     await engine.start()
@@ -244,6 +276,30 @@ async def test_closing_aborts_what_is_outstanding() -> None:
     with pytest.raises(EngineFailed, match="closed"):
         engine.submit(request("late", prompt(4)))
     await engine.close()
+
+
+async def test_closing_during_a_step_gives_each_what_it_had_produced() -> None:
+    runner = Gate()
+    runner.open.set()
+    engine = AsyncEngine(fake_engine(runner=runner))
+    await engine.start()
+    future = engine.submit(request("submitted", prompt(20), 500))
+    stream = engine.stream(request("streamed", prompt(20, 4), 500))
+    deltas = [await anext(stream)]
+    runner.open.clear()
+    runner.entered.clear()
+    await asyncio.to_thread(runner.entered.wait)
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)  # it has begun, and the step is still running
+    runner.open.set()
+    await closing
+    deltas += [delta async for delta in stream]
+    completion, streamed = await future, deltas[-1].completion
+    assert streamed is not None
+    for one in (completion, streamed):
+        assert one.finish_reason == "abort" and len(one.token_ids) >= 1
+    assert [token for delta in deltas for token in delta.token_ids] == list(streamed.token_ids)
+    assert not engine.engine.has_work and engine.engine.scheduler.pool.num_used == 0
 
 
 async def test_an_engine_that_was_not_started_says_so() -> None:

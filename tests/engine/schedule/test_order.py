@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from engine_fakes import prompt, request
 from hypothesis import given
@@ -87,6 +89,32 @@ def test_rows_that_have_ended_are_passed_over() -> None:
         queue.push(seq)
     rows[0].status = rows[2].status = Status.FINISHED
     assert names(queue) == ["1", "3"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_rows_that_have_ended_are_not_kept_and_the_order_stays(begun: bool) -> None:
+    queues = [WaitingQueue(), WaitingQueue()]
+    # In the second queue all of them end, but for the first hundred, which is noticed as it grows.
+    for queue in queues:
+        for n in range(100):
+            queue.push(row(f"{n}", prompt(32, n % 7), n % 2, "ab"[n % 3 == 0], work=n % 5))
+        if begun:
+            back = [queue.pop() for _ in range(9)]
+            for seq in back[:3]:
+                assert seq is not None
+                queue.push_first(seq)
+            for seq in back[3:]:
+                assert seq is not None
+                queue.push_back(seq)
+    for n in range(20_000):
+        seq = row(f"x{n}", prompt(32, n), n % 2, "ab"[n % 3 == 0])
+        queues[1].push(seq)
+        seq.status = Status.FINISHED
+        queues[1].trim(100)
+        assert queues[1]._size <= 1201
+    kept = sum(isinstance(it, Sequence) and it.status is Status.FINISHED for it in gc.get_objects())
+    assert kept <= 1201
+    assert names(queues[0]) == names(queues[1])
 
 
 @given(
@@ -208,16 +236,19 @@ def test_a_group_that_comes_again_has_saved_nothing_up() -> None:
     assert abs(groups(queue, 100).count("b") - 50) <= 1
 
 
-def test_rows_that_come_back_to_their_group_go_first_there_and_pass_no_other_group() -> None:
+def test_rows_that_come_back_to_their_group_go_first_there_and_are_charged_once() -> None:
     queue = pushed("b", 100, queue=pushed("a", 100))
     popped = [queue.pop() for _ in range(20)]
     for seq in popped:
         if seq is not None and seq.request.group == "a":
             queue.push_back(seq)
-    following = [queue.pop() for _ in range(20)]
+    following = [queue.pop() for _ in range(60)]
     found = [seq.request.request_id for seq in following if seq is not None]
-    assert [name for name in found if name.startswith("a")] == [f"a{n}" for n in range(10)]
-    assert [name for name in found if name.startswith("b")] == [f"b{n}" for n in range(10, 20)]
+    of_a = [name for name in found if name.startswith("a")]
+    of_b = [name for name in found if name.startswith("b")]
+    assert of_a == [f"a{n}" for n in range(len(of_a))]
+    assert of_b == [f"b{n}" for n in range(10, 10 + len(of_b))]
+    assert abs(len(of_a) - (len(of_b) + 10)) <= 1, "What came back was charged twice."
 
 
 def test_priority_comes_before_fairness() -> None:
