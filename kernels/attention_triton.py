@@ -50,8 +50,10 @@ def split_tile(head_dim: int, bytes_each: int, rows: int) -> Tile:
     wide = head_dim > 128
     if bytes_each == 4:
         return Tile(rows, 16 if wide else 32, 4, 3)
-    # One stage goes to the block table, which is read ahead of what it leads to: the others hold 32 KB each.
-    return Tile(rows, 32 if wide else 64, 4 if rows == SMALL_TILE else 8, 4)
+    # One stage goes to the block table, which is read ahead of what it leads to.
+    if rows == SMALL_TILE:
+        return Tile(rows, 32, 8, 4) if wide else Tile(rows, 64, 4, 4)
+    return Tile(rows, 16 if wide else 32, 8, 4)
 
 
 def large_rows(bytes_each: int) -> int:

@@ -16,7 +16,7 @@ Rows are ordered so that those of an item lie side by side.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 
 import numpy as np
@@ -51,7 +51,7 @@ class Sizes:
     table_blocks: int
 
     def hold(self, other: Sizes) -> bool:
-        return all(getattr(self, name) >= getattr(other, name) for name in self.__slots__)
+        return all(getattr(self, part.name) >= getattr(other, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Packs:
 
 def _packs(rows: PackedRows, tables: Int32s, records: Int32s, together: int) -> Packs:
     none = np.zeros(0, np.int64)
-    everyone = np.arange(len(records))
+    everyone = np.arange(len(records), dtype=np.int64)
     if not rows.share_prefixes or len(records) < 2 or together < 2:
         return Packs(everyone, none, none, none, none)
     whole = records[:, 1].astype(np.int64) // SPLIT * SPLIT_BLOCKS
@@ -156,7 +156,7 @@ def _items(records: Int32s, packs: Packs) -> Int32s:
         np.repeat(packs.begins, packs.counts),
         np.repeat(packs.ends, packs.counts),
     )
-    everyone = np.arange(len(records))
+    everyone = np.arange(len(records), dtype=np.int64)
     ones = np.ones(len(records), np.int64)
     parts = [
         _runs(packs.starts, packs.counts, packs.begins, shared),
@@ -176,7 +176,7 @@ def _runs(first_rows: Int64s, counts: Int64s, begins: Int64s, splits: Int64s) ->
 
 def _counted(lengths: Int64s) -> Int64s:
     """0, 1, 2 … anew for each of several runs."""
-    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.arange(lengths.sum(), dtype=np.int64) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def _longest_first(items: Int32s, records: Int32s) -> Int32s:
