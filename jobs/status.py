@@ -164,11 +164,15 @@ class Want:
     """Jobs with a shard that waits for a model's engine, and that the worker who asks could run.
 
     unserved: those of them that no other worker works on or could take. priority: the highest of all.
+    alone: those of the unserved that no other living worker could load the model for. loaded: other living
+    workers that have the model loaded, or are loading it.
     """
 
     jobs: int = 0
     unserved: int = 0
     priority: int = 0
+    alone: int = 0
+    loaded: int = 0
 
 
 @dataclass(frozen=True, slots=True)

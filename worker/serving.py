@@ -70,12 +70,15 @@ class Serving:
             model = following
 
     async def _first(self) -> str:
-        """What somebody waits for, else the first of the list."""
+        """What somebody waits for, and nobody else may serve, if there is such a model; else the first of
+        the list."""
         names = list(self._choices)
         if len(names) == 1:
             return names[0]
         wants = await self._wants()
-        return max(names, key=lambda name: (wants[name].unserved > 0, wants[name].priority))
+        return max(
+            names, key=lambda name: (wants[name].alone > 0, wants[name].unserved > 0, wants[name].priority)
+        )
 
     async def _load(self, model: str) -> None:
         self._shop.engine = EngineHost(self._config(self._choices[model]))
@@ -145,7 +148,7 @@ class Serving:
             raise error
         log.error("%s is not served for %.0f s: %s", model, REST_S, error)
         wants = await self._wants()
-        return max(left, key=lambda name: (wants[name].unserved, wants[name].jobs))
+        return max(left, key=lambda name: (wants[name].alone, wants[name].unserved, wants[name].jobs))
 
     async def _tell_waiting_jobs(self, model: str, why: str) -> None:
         """A model that does not load is this worker's fault, never a job's; but jobs say why they wait."""

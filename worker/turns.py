@@ -3,6 +3,7 @@
     nothing left to do      the next model that anybody waits for: at once where nobody else serves it, after
                             a few seconds where others do (they may be about to)
     there is work           stay for a slice, counted from the load; then the model whose jobs nobody serves
+    … that others do too    at once the model that this worker alone may serve: those others stay
 
 So a job that nobody else serves waits for the rest of one slice, the rows that are under way, and the load;
 with three or more models that all have work, for a slice of each. A slice is at least four loads long, so
@@ -45,12 +46,18 @@ class Turns:
         self._notice(now, {model: want for model, want in wants.items() if model != loaded})
         waiting = [model for model, at in self._unserved.items() if at <= now]
         if busy or wants[loaded].jobs:
-            ripe = now - since >= max(self.slice_s, LOADS_IN_A_SLICE * load_s)
-            return min(waiting, key=self._unserved.__getitem__) if ripe and waiting else None
+            if now - since < max(self.slice_s, LOADS_IN_A_SLICE * load_s):
+                waiting = [model for model in waiting if wants[model].alone and wants[loaded].loaded]
+            return min(waiting, key=self._unserved.__getitem__, default=None)
         if not waiting:
             waiting = [model for model, at in self._wanted.items() if at + HELP_S <= now]
-        # What has just got its turn waits behind what has not: by priority, then by who came first.
-        return min(waiting, key=lambda model: (-wants[model].priority, self._wanted[model]), default=None)
+        # What nobody else may serve, then by priority, then by who came first: what has just had its turn
+        # waits behind what has not.
+        return min(
+            waiting,
+            key=lambda model: (not wants[model].alone, -wants[model].priority, self._wanted[model]),
+            default=None,
+        )
 
     def _notice(self, now: float, others: Mapping[str, Want]) -> None:
         for model, want in others.items():

@@ -48,7 +48,7 @@ async def test_a_planned_job_waits_and_one_without_a_plan_does_not(client: Clien
     await client.submit(["a"], model=model)
     assert await state.wanted(model, "me") == Want()
     await work(state, client.storage, model, tasks=1)
-    assert await state.wanted(model, "me") == Want(jobs=1, unserved=1)
+    assert await state.wanted(model, "me") == Want(jobs=1, unserved=1, alone=1)
 
 
 async def test_the_highest_priority_is_told(client: Client, state: State) -> None:
@@ -60,26 +60,26 @@ async def test_the_highest_priority_is_told(client: Client, state: State) -> Non
 
 
 @pytest.mark.parametrize(
-    ("other", "unserved"),
+    ("other", "unserved", "alone", "loaded"),
     [
-        ({}, 1),  # it may load the model, and has another one
-        ({"loaded": "self"}, 0),
-        ({"loaded": "self", "state": "starting"}, 0),
-        ({"loaded": "self", "state": "sick"}, 1),
-        ({"loaded": "self", "state": "draining"}, 1),
-        ({"loaded": "self", "context": 10}, 1),
-        ({"loaded": "self", "context": 4096}, 0),
+        ({}, 1, 0, 0),  # it may load the model, and has another one
+        ({"loaded": "self"}, 0, 0, 1),
+        ({"loaded": "self", "state": "starting"}, 0, 0, 1),
+        ({"loaded": "self", "state": "sick"}, 1, 1, 0),
+        ({"loaded": "self", "state": "draining"}, 1, 1, 0),
+        ({"loaded": "self", "context": 10}, 1, 1, 1),
+        ({"loaded": "self", "context": 4096}, 0, 0, 1),
     ],
 )
 async def test_a_job_is_served_by_whoever_could_take_it(
-    client: Client, state: State, other: dict[str, object], unserved: int
+    client: Client, state: State, other: dict[str, object], unserved: int, alone: int, loaded: int
 ) -> None:
     model = unique("m")
     if other.get("loaded"):
         other = {**other, "loaded": model}
     await planned(client, state, model, context=100)
     await says(state, model, **other)
-    assert await state.wanted(model, "me") == Want(jobs=1, unserved=unserved)
+    assert await state.wanted(model, "me") == Want(1, unserved, alone=alone, loaded=loaded)
 
 
 async def test_weights_that_do_not_suit_are_no_help_and_no_want(client: Client, state: State) -> None:
@@ -87,9 +87,11 @@ async def test_weights_that_do_not_suit_are_no_help_and_no_want(client: Client, 
     job = await planned(client, state, model)
     await state.runs_on(job, "fp")
     await says(state, model, loaded=model, fingerprint="others")
-    assert await state.wanted(model, "me") == Want(jobs=1, unserved=1)
-    assert await state.wanted(model, "me", "others", 0) == Want(), "we would be refused: no reason to load"
-    assert await state.wanted(model, "me", "fp", 0) == Want(jobs=1, unserved=1)
+    assert await state.wanted(model, "me") == Want(jobs=1, unserved=1, alone=1, loaded=1)
+    assert await state.wanted(model, "me", "others", 0) == Want(loaded=1), (
+        "we would be refused: no reason to load"
+    )
+    assert await state.wanted(model, "me", "fp", 0) == Want(jobs=1, unserved=1, alone=1, loaded=1)
 
 
 async def test_what_somebody_works_on_is_served(client: Client, state: State) -> None:
@@ -100,7 +102,7 @@ async def test_what_somebody_works_on_is_served(client: Client, state: State) ->
     assert lease is not None
     assert await state.wanted(model, "me") == Want(jobs=1, unserved=0)
     await state.release(job.id, lease.task, lease.fence)
-    assert await state.wanted(model, "me") == Want(jobs=1, unserved=1)
+    assert await state.wanted(model, "me") == Want(jobs=1, unserved=1, alone=1)
 
 
 async def test_a_stopped_job_needs_no_engine(client: Client, state: State) -> None:

@@ -82,6 +82,20 @@ async def test_two_workers_serve_two_huge_jobs_without_changing_for_ever(place: 
     assert said.count("makes room") <= 3, said
 
 
+async def test_a_worker_leaves_what_another_serves_for_what_it_alone_may_serve(place: Place) -> None:
+    """With a slice of an hour: both have `a`, and the one that may load `b` hands its shard back."""
+    a, b = two(place)
+    await place.spawn(models=(a, b), model_slice_s=3600, **SLOW).ready()
+    async with place.client() as client:
+        huge = await client.submit([f"p{i}" for i in range(600)], model=a)
+        await eventually(lambda: place.computed())
+        await place.spawn(models=(a,), **SLOW).ready()
+        small = await client.submit(["one", "two"], model=b)
+        await whole(place, client, small, 2)
+        assert not (await client.status(huge)).terminal
+        await whole(place, client, huge, 600)
+
+
 async def test_a_model_that_does_not_load_leaves_the_others_at_work(place: Place) -> None:
     a, b = two(place)
     async with place.client() as client:

@@ -12,7 +12,9 @@ from pagemill.jobs.status import Want
 from pagemill.worker.turns import HELP_S, LOADS_IN_A_SLICE, SPREAD_S, Turns
 
 NOTHING, WORK = Want(), Want(jobs=3, unserved=0)
-ALONE = Want(jobs=1, unserved=1)
+ALONE = Want(jobs=1, unserved=1)  # others could load it
+OURS = Want(jobs=1, unserved=1, alone=1)
+SHARED = Want(jobs=1, loaded=1)  # another worker has it loaded
 
 
 def turns(slice_s: float = 60.0, spread: float = 0.0) -> Turns:
@@ -66,6 +68,26 @@ def test_workers_that_see_the_same_job_do_not_all_run_for_it() -> None:
 def test_of_two_that_wait_an_idle_worker_takes_the_higher_priority() -> None:
     wants = {"a": NOTHING, "b": ALONE, "c": Want(jobs=1, unserved=1, priority=5)}
     assert turns().next(0.0, wants, "a", 0.0, 1.0, False) == "c"
+
+
+def test_an_idle_worker_prefers_what_it_alone_may_serve() -> None:
+    wants = {"a": NOTHING, "b": Want(jobs=1, unserved=1, priority=5), "c": OURS}
+    assert turns().next(0.0, wants, "a", 0.0, 1.0, False) == "c"
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_work_that_others_do_too_is_left_at_once_for_what_nobody_else_may_serve(busy: bool) -> None:
+    """Two workers have `a`, only this one may load `b`: not a slice of waiting beside an idle worker."""
+    assert turns().next(1.0, {"a": SHARED, "b": OURS}, "a", 0.0, 1.0, busy) == "b"
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(WORK, OURS), (SHARED, ALONE), (SHARED, Want(jobs=1, loaded=1))],
+    ids=["a is done here alone", "b may be loaded elsewhere", "b is served"],
+)
+def test_otherwise_the_slice_goes_on(a: Want, b: Want) -> None:
+    assert turns().next(1.0, {"a": a, "b": b}, "a", 0.0, 1.0, True) is None
 
 
 def test_without_anybody_waiting_the_model_stays() -> None:
