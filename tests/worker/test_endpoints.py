@@ -91,7 +91,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
 async def test_a_worker_is_ready_when_its_model_is_loaded_and_redis_is_there(
     alone: Place, redis_server: Any
 ) -> None:
-    worker = alone.spawn(metrics_port=0, sim_load_s=2.0, log_format="json")
+    worker = alone.spawn(metrics_port=0, sim_load_s=8.0, log_format="json")
     await eventually(lambda: "metrics on" in worker.said())
     (url,) = re.findall(r"metrics on (http://127\.0\.0\.1:\d+)/metrics", worker.said())
     status, _, text = await fetched(f"{url}/readyz")
