@@ -80,7 +80,7 @@ CASES: list[Options] = [
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-@pytest.mark.parametrize(("rows", "vocabulary", "spread"), [(6, 9_001, 3.0), (3, 5_000, 0.3), (4, 37, 2.0)])
+@pytest.mark.parametrize(("rows", "vocabulary", "spread"), [(2, 4_501, 3.0), (2, 2_100, 0.3), (3, 37, 2.0)])
 def test_tokens_are_those_of_the_torch_form(
     device: torch.device, options: Options, rows: int, vocabulary: int, spread: float
 ) -> None:
@@ -94,26 +94,26 @@ def test_tokens_are_those_of_the_torch_form(
 def test_ties_stay_in_together_and_the_lowest_index_wins_without_noise(
     device: torch.device, options: Options
 ) -> None:
-    logits = torch.zeros(5, 5_000)
+    logits = torch.zeros(3, 4_200)
     logits[:, ::7] = 1.5
     found, expected = chosen(device, logits, options)
     assert torch.equal(found, expected)
     if "temperature" in options:
-        assert found.tolist() == [0] * 5
+        assert found.tolist() == [0] * 3
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 30}, {"top_p": 0.99, "top_k": 4_000}], ids=str)
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 30}, {"top_p": 0.99, "top_k": 2_000}], ids=str)
 def test_rows_with_more_candidates_than_there_is_room_are_searched_whole(
     device: torch.device, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample_triton, "ROOM", 16)
-    found, expected = chosen(device, torch.randn(3, 5_000), options, seeds=40)
+    found, expected = chosen(device, torch.randn(2, 2_500), options, seeds=40)
     assert torch.equal(found, expected)
 
 
 def test_banned_tokens_never_come(device: torch.device) -> None:
-    logits = torch.full((8, 4_200), -torch.inf)
-    logits[:, 4_111:4_115] = torch.randn(8, 4)
+    logits = torch.full((3, 4_200), -torch.inf)
+    logits[:, 4_111:4_115] = torch.randn(3, 4)
     for options in ({}, {"top_k": 100}, {"top_p": 0.999}, {"min_p": 1e-6}, {"temperature": 0.0}):
         found, expected = chosen(device, logits, options)
         assert torch.equal(found, expected)
