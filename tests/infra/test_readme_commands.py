@@ -45,7 +45,26 @@ NEEDS = {
     "curl": "a running worker: tests/worker/test_endpoints.py asks the same paths",
     "kill": "running workers: tests/worker/test_survival.py sends the same signals",
 }
-SHELL = {"export", "cd", "wait", ".", "exit"}
+SHELL = {
+    "export",
+    "cd",
+    "wait",
+    ".",
+    "exit",
+    "until",
+    "while",
+    "do",
+    "done",
+    "if",
+    "then",
+    "fi",
+    "set",
+    "sleep",
+    "read",
+    "[",
+    "echo",
+    "printf",
+}
 
 
 @dataclass(frozen=True)
