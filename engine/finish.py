@@ -6,6 +6,7 @@ Two pure questions about one row: neither may look at another row, nor change an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pagemill.engine.config import ModelInfo, SchedulerConfig
 from pagemill.engine.request import FinishReason, Request, SamplingParams
@@ -62,7 +63,7 @@ def _type_problem(request: Request) -> str | None:
     for name in ("seed", "priority"):
         if type(getattr(request, name)) is not int:
             return f"{name} must be an integer, not {getattr(request, name)!r}."
-    params = request.sampling
+    params: Any = request.sampling
     if not isinstance(params, SamplingParams):
         return "sampling must be SamplingParams."
     if not _are(params.stop, str):
@@ -77,8 +78,9 @@ def _type_problem(request: Request) -> str | None:
         value = getattr(params, name)
         if type(value) is not int and (name != "logprobs" or value is not None):
             return f"{name} must be an integer, not {value!r}."
-    if type(params.ignore_eos) is not bool:
-        return f"ignore_eos must be true or false, not {params.ignore_eos!r}."
+    for name in ("ignore_eos",):
+        if type(value := getattr(params, name)) is not bool:
+            return f"{name} must be true or false, not {value!r}."
     for name in _NUMBERS:
         if not _is_number(getattr(params, name)):
             return f"{name} must be a number within float32, not {getattr(params, name)!r}."

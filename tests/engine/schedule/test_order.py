@@ -112,7 +112,7 @@ def test_rows_that_have_ended_are_not_kept_and_the_order_stays(begun: bool) -> N
         seq.status = Status.FINISHED
         queues[1].trim(100)
         assert queues[1]._size <= 1201
-    kept = sum(isinstance(it, Sequence) and it.status is Status.FINISHED for it in gc.get_objects())
+    kept = sum(type(it) is Sequence and it.status is Status.FINISHED for it in gc.get_objects())
     assert kept <= 1201
     assert names(queues[0]) == names(queues[1])
 
