@@ -261,7 +261,10 @@ def _figures(
     clocks: Mapping[str, float],
     read: Mapping[str, Any],
 ) -> dict[str, Any]:
-    at = timeline.entered
+    at = dict(timeline.entered)
+    # A phase shorter than the time between two looks was never seen: it began, and ended, when the next was.
+    for phase, following in reversed(list(zip(PHASES, (*PHASES[1:], "completed"), strict=True))):
+        at.setdefault(phase, at[following])
     ends = {name: at[following] for name, following in zip(PHASES, (*PHASES[1:], "completed"), strict=True)}
     spent = {name: ends[name].workers - at[name].workers for name in PHASES}
     wire = ends["in_progress"].wire - at["in_progress"].wire
