@@ -43,5 +43,6 @@ def variants() -> list[Variant]:
             NUM_WARPS,
             1,
         )
-        for dtype, gelu in (("bf16", False), ("bf16", True), ("fp16", False))
+        for dtype in ("bf16", "fp16", "fp32")
+        for gelu in (False, True)
     ]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from pagemill.kernels import attention_cpu, attention_torch
+from pagemill.kernels.cache_write import read_scaled
+from pagemill.kernels.eight_bits import LARGEST
 from pagemill.kernels.packed_rows import PackedRows
 
 __all__ = ["PackedRows", "paged_attention", "plan_rows"]
@@ -51,18 +53,27 @@ def paged_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention; query [tokens, heads, head_dim], layer [blocks, 2, kv_heads, head_dim * 16].
 
     `heads` is a multiple of `kv_heads`: query head h reads kv head h // (heads / kv_heads). window: each
     query sees this many keys at most, its own included. softcap: scores become softcap * tanh(score /
-    softcap) before the softmax (Gemma 2). Returns [tokens, heads, head_dim] in query's dtype.
+    softcap) before the softmax (Gemma 2). scales: float32 [blocks, 2, kv_heads, 16] of a layer of 8 bits, as
+    cache_write.py writes them; on a CPU all of that memory is widened at each call, which is the plain form
+    and no more. Returns [tokens, heads, head_dim] in query's dtype.
     """
     if window is not None and window < 1:
         raise ValueError(f"a window of {window} keys shows a query nothing")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be above 0, not {softcap}")
-    attend = _on_cuda() if layer.is_cuda else _on_cpu(query.shape[2], query.dtype, layer.dtype)
+    if (layer.dtype in LARGEST) != (scales is not None):
+        raise ValueError(f"a memory of 8 bits has scales, and no other has; this one is {layer.dtype}")
+    if layer.is_cuda:
+        return _on_cuda()(query, layer, rows, scale, window=window, softcap=softcap, scales=scales)
+    if scales is not None:
+        layer = read_scaled(layer, scales, query.shape[2]).to(query.dtype)
+    attend = _on_cpu(query.shape[2], query.dtype, layer.dtype)
     return attend(query, layer, rows, scale, window=window, softcap=softcap)
 
 

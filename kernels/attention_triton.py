@@ -219,7 +219,7 @@ def _launch(tile: Tile) -> dict[str, int | bool]:
 
 
 # Head dim, query heads a kv head, softcap, window: of SmolLM2, Phi-2, Phi-3, Qwen3 0.6B, Llama 3.1 8B,
-# Mistral, Qwen2.5 7B, Llama 3 70B, Gemma 2 and Gemma 3.
+# Mistral, Qwen2.5 7B, Llama 3 70B, Gemma 2, Gemma 3, and Qwen2.5 14B and 1.5B.
 SHAPES = (
     (64, 3, False, False),
     (80, 1, False, False),
@@ -231,10 +231,12 @@ SHAPES = (
     (128, 8, False, False),
     (256, 2, True, True),
     (256, 2, False, True),
+    (128, 5, False, False),
+    (128, 6, False, False),
 )
 # Query and memory, the shapes that are compiled for them, and on what: cards before Hopper have no e4m3.
 DTYPES: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...] = (
-    ("bf16", "bf16", tuple(range(10)), (80, 90, 100)),
+    ("bf16", "bf16", tuple(range(12)), (80, 90, 100)),
     ("fp16", "fp16", (0, 4, 8), (80, 90, 100)),
     ("fp32", "fp32", (0, 4, 8), (80, 90, 100)),
     ("bf16", "i8", (0, 4, 8), (80, 90, 100)),
@@ -245,7 +247,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 def variants() -> list[Variant]:
     found = [_combine_variant("bf16", head_dim) for head_dim in (64, 80, 128, 256)]
-    found.append(_combine_variant("fp32", 64))
+    found += [_combine_variant("fp16", 128), _combine_variant("fp32", 64)]
     for dtype, kv, shapes, targets in DTYPES:
         for shape in shapes:
             head_dim, group, softcap, windowed = SHAPES[shape]
@@ -304,7 +306,8 @@ def _variant(
     kept = {name: kind for name, kind in signature.items() if name in names and name not in constexprs}
     title = f"{dtype}{f'-kv-{kv}' if scaled else ''}-d{head_dim}-g{group}-m{tile.rows}"
     title += ("-softcap" if softcap else "") + ("-window" if more.get("WINDOWED") else "")
-    return Variant(kernel, title, kept, constexprs, tile.warps, tile.stages, targets)
+    wgmma = kernel is attend_tiles and BYTES[dtype] == 2
+    return Variant(kernel, title, kept, constexprs, tile.warps, tile.stages, targets, wgmma)
 
 
 STRIDES = (

@@ -10,6 +10,7 @@ the block with it.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pagemill.kernels.eight_bits import round_rows
@@ -59,6 +60,12 @@ def read_scaled_keys(layer: Tensor, scales: Tensor, head_dim: int) -> Tensor:
 def read_scaled_values(layer: Tensor, scales: Tensor, head_dim: int) -> Tensor:
     """values_of a layer of 8 bits, float32 [blocks, kv_heads, 16, head_dim]."""
     return values_of(layer, head_dim).float() * scales[:, 1, :, :, None]
+
+
+def read_scaled(layer: Tensor, scales: Tensor, head_dim: int) -> Tensor:
+    """A layer of 8 bits as one of float32, laid out as it is."""
+    keys, values = read_scaled_keys(layer, scales, head_dim), read_scaled_values(layer, scales, head_dim)
+    return torch.stack([keys.flatten(2), values.flatten(2)], 1)
 
 
 def clear_blocks(storage: Tensor, blocks: Tensor) -> None:

@@ -1,11 +1,14 @@
 """Compiles every Triton kernel's canonical variants ahead of time, and reports what each needs of a card.
 
-    python -m pagemill.kernels.compile --json FILE [--only REGEX] [--target 90]
+    python -m pagemill.kernels.compile --json FILE [--only REGEX]
 
 No card is needed. FILE is a list with, for each variant and target: kernel, variant, target, registers (a
-thread), spills and shared_memory (bytes), and how many instructions of each kind multiply matrices: mma
-(mma.sync, any card), wgmma (Hopper), tcgen05 (Blackwell). Exits with 1 if a variant does not compile, spills
-registers or needs more shared memory than the card has.
+thread), spills and shared_memory (bytes), how many instructions of each kind multiply matrices: mma
+(mma.sync, any card), wgmma (Hopper), tcgen05 (Blackwell), and a digest of what was compiled. Exits with 1 if
+a variant does not compile, spills registers, needs more shared memory than the card has or does without
+wgmma where it must have it.
+
+The list for Triton TRITON is kept beside this file, as compiled.json.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagemill.kernels.variants import FP_FUSION, TARGETS, Variant
+from pagemill.kernels.device_source import digest
+from pagemill.kernels.variants import FP_FUSION, Variant
+
+# Another version gives other registers.
+TRITON = "3.7.1"
 
 # Bytes a thread block may have, by compute capability times ten (CUDA C++ Programming Guide, table of
 # technical specifications).
@@ -83,17 +90,20 @@ def compile_variant(variant: Variant, target: int) -> Row:
         "mma": len(re.findall(r"\bmma\.sync", code)),
         "wgmma": len(re.findall(r"\bwgmma\.mma_async", code)),
         "tcgen05": len(re.findall(r"\btcgen05\.mma", code)),
+        "digest": digest(variant),
     }
 
 
-def complaints(row: Row) -> Iterator[str]:
+def complaints(variant: Variant, row: Row) -> Iterator[str]:
     """What keeps a compiled variant from being good, in words."""
-    name = f"{row['kernel']}/{row['variant']} on {row['target']}"
+    name = f"{variant.full_name} on {row['target']}"
     if row["spills"]:
         yield f"{name} keeps {row['spills']} bytes a thread in memory for want of registers"
     most = SHARED_MEMORY[int(row["target"].removeprefix("sm_"))]
     if row["shared_memory"] > most:
         yield f"{name} needs {row['shared_memory']} bytes of shared memory, and the card has {most}"
+    if variant.wgmma and row["target"] == "sm_90" and not row["wgmma"]:
+        yield f"{name} does without wgmma"
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -111,6 +121,13 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(registers[1]), int(stack[1]) + int(local[1])
 
 
+def _chosen(pattern: str) -> Iterator[tuple[Variant, int]]:
+    for variant in all_variants():
+        for target in variant.targets:
+            if re.search(pattern, f"{variant.full_name} sm_{target}"):
+                yield variant, target
+
+
 def as_json(rows: Sequence[Row]) -> str:
     """A line a row, so that a change shows as the lines it changes."""
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"
@@ -119,28 +136,26 @@ def as_json(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pagemill.kernels.compile")
     parser.add_argument("--json", type=Path, metavar="FILE", required=True)
-    parser.add_argument("--only", default="", metavar="REGEX", help="found in kernel/variant")
-    parser.add_argument("--target", type=int, action="append", choices=TARGETS, help="default: all")
+    parser.add_argument("--only", default="", metavar="REGEX", help="found in 'kernel/variant sm_90'")
     options = parser.parse_args(arguments)
     # Interpreted kernels cannot be compiled; a shell in which tests are run may ask for them.
     os.environ.pop("TRITON_INTERPRET", None)
+    import triton
+
     rows: list[Row] = []
     wrong: list[str] = []
-    for variant in all_variants():
-        if not re.search(options.only, variant.full_name):
+    if triton.__version__ != TRITON:
+        print(f"Triton {triton.__version__} gives other registers than {TRITON}", file=sys.stderr)
+    for variant, target in _chosen(options.only):
+        try:
+            row = compile_variant(variant, target)
+        except Exception as error:
+            wrong.append(f"{variant.full_name} does not compile for sm_{target}: {error}")
+            print(wrong[-1], file=sys.stderr)
             continue
-        for target in variant.targets:
-            if options.target and target not in options.target:
-                continue
-            try:
-                row = compile_variant(variant, target)
-            except Exception as error:
-                wrong.append(f"{variant.full_name} does not compile for sm_{target}: {error}")
-                print(wrong[-1], file=sys.stderr)
-                continue
-            print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-            rows.append(row)
-            wrong += complaints(row)
+        print(" ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+        rows.append(row)
+        wrong += complaints(variant, row)
     options.json.write_text(as_json(rows))
     for line in wrong:
         print(line, file=sys.stderr)

@@ -65,15 +65,17 @@ def num_warps(width: int) -> int:
 
 
 def variants() -> list[Variant]:
-    """Llama's, Qwen's and Gemma's widths, and a norm of heads."""
+    """Llama's, Qwen's and Gemma's widths; Gemma norms what is added."""
     found = []
-    for name, dtype, weight, width in (
-        ("bf16-4096", "bf16", "bf16", 4096),
-        ("bf16-1024", "bf16", "bf16", 1024),
-        ("fp16-8192", "fp16", "fp16", 8192),
-        ("bf16-f32-2304", "bf16", "fp32", 2304),
+    for name, dtype, weight, width, inner in (
+        ("bf16-4096", "bf16", "bf16", 4096, False),
+        ("bf16-1024", "bf16", "bf16", 1024, False),
+        ("fp16-8192", "fp16", "fp16", 8192, False),
+        ("fp32-2048", "fp32", "fp32", 2048, False),
+        ("bf16-f32-2304", "bf16", "fp32", 2304, True),
+        ("fp32-3584", "fp32", "fp32", 3584, True),
     ):
-        found += [_norm(name, dtype, weight, width), _add(name, dtype, weight, width)]
+        found += [_norm(name, dtype, weight, width), _add(name, dtype, weight, width, inner)]
     return found
 
 
@@ -85,9 +87,9 @@ def _norm(name: str, dtype: str, weight: str, width: int) -> Variant:
     return Variant(rms_norm_kernel, name, signature, constexprs, num_warps(width), 1)
 
 
-def _add(name: str, dtype: str, weight: str, width: int) -> Variant:
+def _add(name: str, dtype: str, weight: str, width: int, inner: bool) -> Variant:
     signature = {"residual": f"*{dtype}:16", "x": f"*{dtype}:16"}
     signature |= {"inner_weight": f"*{weight}:16", "weight": f"*{weight}:16", "out": f"*{dtype}:16"}
     signature |= {"residual_stride": "i32:16", "x_stride": "i32:16", "width": "i32:16", "eps": "fp32"}
-    constexprs = {"INNER": weight == "fp32", "BLOCK": triton.next_power_of_2(width)}
+    constexprs = {"INNER": inner, "BLOCK": triton.next_power_of_2(width)}
     return Variant(add_rms_norm_kernel, name, signature, constexprs, num_warps(width), 1)

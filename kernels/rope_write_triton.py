@@ -82,21 +82,32 @@ def num_warps(head_dim: int) -> int:
 
 def variants() -> list[Variant]:
     """Llama's, Qwen3's, Phi's partial and Gemma's heads, and the two 8-bit memories."""
-    bf16, fp16 = torch.bfloat16, torch.float16
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     return [
         _variant("bf16-d64", bf16, 64, 32, None, bf16),
         _variant("bf16-d128", bf16, 128, 64, None, bf16),
         _variant("fp16-d128", fp16, 128, 64, None, fp16),
+        _variant("fp32-d64", fp32, 64, 32, None, fp32),
         _variant("bf16-d128-norm", bf16, 128, 64, "bf16", bf16),
         _variant("bf16-d96-partial", bf16, 96, 36, None, bf16),
+        _variant("bf16-d96", bf16, 96, 48, None, bf16),
         _variant("bf16-d80", bf16, 80, 40, None, bf16),
+        _variant("bf16-d256", bf16, 256, 128, None, bf16),
         _variant("bf16-d256-norm-f32", bf16, 256, 128, "fp32", bf16),
         _variant("bf16-d128-int8", bf16, 128, 64, None, torch.int8),
+        _variant("bf16-d64-int8", bf16, 64, 32, None, torch.int8),
+        _variant("bf16-d256-norm-f32-int8", bf16, 256, 128, "fp32", torch.int8),
         _variant("bf16-d128-fp8", bf16, 128, 64, None, torch.float8_e4m3fn),
     ]
 
 
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
 
 
 def _variant(

@@ -179,6 +179,10 @@ def variants() -> list[Variant]:
         constexprs = {"CHOOSE": True, "CHUNK": CHUNK, "BLOCKS": sizes["BLOCKS"]}
         found.append(Variant(pick_kernel, name, pick, sizes, ROW_WARPS, 1))
         found.append(Variant(weigh_kernel, name, weigh, constexprs, SPLIT_WARPS, 1))
+    # Without filters any pointer stands where theirs would.
+    masses = {**_LOGITS, **dict.fromkeys(_ROW, "*fp32:16"), **_PARTS, **_SIZES, "parts": "i32"}
+    constexprs = {"CHOOSE": False, "CHUNK": CHUNK, "BLOCKS": row_constexprs(128_256)["BLOCKS"]}
+    found.append(Variant(weigh_kernel, "v128k-masses", masses, constexprs, SPLIT_WARPS, 1))
     logprobs = {**_LOGITS, "masses": "*fp64:16", "tokens": "*i64:16", **_ROOMS}
     logprobs |= {"own": "*fp32:16", "best_values": "*fp32:16", "best_tokens": "*i64:16"}
     logprobs |= {**_SIZES, "parts": "i32", "top": "i32"}

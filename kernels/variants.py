@@ -24,7 +24,8 @@ class Variant:
     kernel: the `@triton.jit` function. name: unique within the kernel. signature: type of each run-time
     argument in order, as Triton writes it ("*bf16", "i32", "fp32"), with ":16" where the value, or the
     address, is divisible by 16 at every launch: without that loads are not vectorised. constexprs: all other
-    arguments. targets: compute capabilities times ten.
+    arguments. targets: compute capabilities times ten. wgmma: whether it must have come to use the matrix
+    unit of a Hopper card, which takes 64 rows at a time.
     """
 
     kernel: Any
@@ -34,6 +35,7 @@ class Variant:
     num_warps: int
     num_stages: int
     targets: tuple[int, ...] = TARGETS
+    wgmma: bool = False
 
     @property
     def full_name(self) -> str:

@@ -20,6 +20,15 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def fresh() -> int:
+    """The seed of random numbers that no run had before; pytest shows it where the test fails."""
+    seed = torch.seed() % 2**31
+    torch.manual_seed(seed)
+    print(f"seed {seed}")
+    return seed
+
+
+@pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that are allocated and not written are NaN, integers the largest."""
     empty = torch.empty

@@ -31,6 +31,13 @@ def test_it_is_the_torch_form(
     )
 
 
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fresh_numbers_each_time(device: torch.device, dtype: torch.dtype) -> None:
+    for gelu in (False, True):
+        test_it_is_the_torch_form(device, gelu, dtype, 3, int(torch.randint(1, 300, ())))
+
+
 def test_large_gates_neither_overflow_nor_give_nan(device: torch.device) -> None:
     gate = torch.tensor([[-1e4, -200.0, 0.0, 200.0, 1e4]], device=device)
     found = activation_triton.gate(torch.cat([gate, torch.ones_like(gate)], 1), gelu=False)

@@ -53,10 +53,18 @@ def test_int8_gives_the_bits_of_the_reference(
     reference = Int8Linear(weight, bias, route="float")
     layer = Int8Linear(weight.to(device), bias.to(device), route="triton")
     for rows in (0, 1, 17, 70):
-        x = torch.randn(rows, inputs).to(dtype)
+        x = torch.randn(rows, inputs + 3).to(dtype)[:, :inputs]
         if rows > 1:
             x[1, 0] = float("nan")
         assert same_bits(layer(x.to(device)).cpu(), reference(x)), rows
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fresh_numbers_each_time(device: torch.device, dtype: torch.dtype) -> None:
+    inputs = int(torch.randint(1, 300, ()))
+    test_int8_gives_the_bits_of_the_reference(device, dtype, 20, inputs)
+    test_fp8_is_its_plain_form(device, dtype, 20, inputs, 5)
 
 
 def test_the_largest_integers_do_not_saturate(device: torch.device) -> None:

@@ -25,7 +25,7 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 def test_it_is_the_torch_form(
     device: torch.device, dtype: torch.dtype, rows: int, width: int, wide_weight: bool
 ) -> None:
-    x = torch.randn(rows, width, device=device).to(dtype)
+    x = torch.randn(rows, 2, width, device=device).to(dtype)[:, 1]
     weight = torch.randn(width, device=device).to(torch.float32 if wide_weight else dtype)
     found = norm_triton.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(found, rms_norm_torch(x, weight, 1e-5), **tolerance(dtype))
@@ -59,6 +59,14 @@ def test_a_sum_and_its_norm_are_the_two_steps(
     torch.testing.assert_close(whole[:, 0], expected, **tolerance(dtype))
     torch.testing.assert_close(found, rms_norm_torch(whole[:, 0], weights[1], 1e-6), **tolerance(dtype))
     assert torch.equal(whole[:, 1], neighbour)
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fresh_numbers_each_time(device: torch.device, dtype: torch.dtype) -> None:
+    width = int(torch.randint(1, 300, ()))
+    test_it_is_the_torch_form(device, dtype, 3, width, True)
+    test_a_sum_and_its_norm_are_the_two_steps(device, dtype, True, False, 3, width)
 
 
 def test_a_broken_row_breaks_no_other(device: torch.device) -> None:

@@ -40,6 +40,12 @@ def test_inputs_are_those_of_the_torch_form(device: torch.device, rows: int) -> 
     same(found, expected, DecodeInputs)
 
 
+@pytest.mark.usefixtures("fresh")
+def test_fresh_numbers_each_time(device: torch.device) -> None:
+    test_inputs_are_those_of_the_torch_form(device, int(torch.randint(1, 200, ())))
+    test_advancing_changes_the_rows_of_the_step_alone(device, int(torch.randint(1, 200, ())))
+
+
 @pytest.mark.parametrize("rows", [0, 1, 129])
 def test_advancing_changes_the_rows_of_the_step_alone(device: torch.device, rows: int) -> None:
     found = random_table(device, 200, 2)

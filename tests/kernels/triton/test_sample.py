@@ -88,6 +88,25 @@ def test_tokens_are_those_of_the_torch_form(
     assert torch.equal(found, expected)
 
 
+def test_fresh_numbers_each_time(device: torch.device, fresh: int) -> None:
+    vocabulary = int(torch.randint(2, 5_000, ()))
+    for options in ({}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}, {"top_p": 0.95, "temperature": 0.8}):
+        found, expected = chosen(device, torch.randn(2, vocabulary) * 3, options, fresh)
+        assert torch.equal(found, expected)
+
+
+def test_one_token_is_chosen_whatever_its_logit(device: torch.device) -> None:
+    for options in CASES:
+        assert chosen(device, torch.tensor([[-3.0], [1e4]]), options)[0].tolist() == [0, 0]
+
+
+def test_no_rows_give_nothing(device: torch.device) -> None:
+    logits = torch.empty(0, 50, device=device)
+    assert sample_triton.best_tokens(logits).shape == (0,)
+    own, values, ids = sample_triton.token_logprobs(logits, torch.empty(0, dtype=torch.int64), 5)
+    assert [own.shape, values.shape, ids.shape] == [(0,), (0, 5), (0, 5)]
+
+
 @pytest.mark.parametrize(
     "options", [{"top_k": 10}, {"top_p": 0.5}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str
 )

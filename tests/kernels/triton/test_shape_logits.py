@@ -47,6 +47,11 @@ def test_it_is_the_torch_form(device: torch.device, vocabulary: int, biases: int
     assert torch.equal(whole[:, 1], neighbour)
 
 
+@pytest.mark.usefixtures("fresh")
+def test_fresh_numbers_each_time(device: torch.device) -> None:
+    test_it_is_the_torch_form(device, int(torch.randint(20, 5_000, ())), 10, 4)
+
+
 def test_no_rows_are_no_launch(device: torch.device) -> None:
     shaping = random_shaping(device, 2, 9, 2, 2)
     shape_logits_triton.shape_logits(
