@@ -9,6 +9,7 @@ rows on). What a token's result is does not depend on the rows beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -45,29 +46,61 @@ class Tile:
     stages: int
 
 
-def split_tile(head_dim: int, bytes_each: int, rows: int) -> Tile:
-    """For rows of one token; rows: SMALL_TILE, or large_rows() of it. bytes_each: of a number of a query."""
-    wide = head_dim > 128
-    if bytes_each == 4:
-        return Tile(rows, 16 if wide else 32, 4, 3)
-    # One stage goes to the block table, which is read ahead of what it leads to.
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tiles depend on. query, memory: bytes of a number of either. wgmma: whether the card's matrix unit
+    reads from shared memory (`has_wgmma`), so that registers are left for larger tiles."""
+
+    head_dim: int
+    query: int
+    memory: int
+    wgmma: bool
+
+    @property
+    def wide(self) -> bool:
+        return self.head_dim > 128
+
+
+def kind_of(query: Tensor, layer: Tensor) -> Kind:
+    wgmma = has_wgmma(query.device)
+    return Kind(query.shape[2], query.element_size(), layer.element_size(), wgmma)
+
+
+@cache
+def has_wgmma(device: torch.device) -> bool:
+    """Hopper, or Blackwell with tcgen05: data centres' cards alone. What is interpreted takes their tiles."""
+    return device.type != "cuda" or 9 <= torch.cuda.get_device_capability(device)[0] < 12
+
+
+def split_tile(kind: Kind, rows: int) -> Tile:
+    """For rows of one token; rows: SMALL_TILE, or large_rows() of it."""
+    if kind.query == 4:
+        return Tile(rows, 32, 4, 3)
+    # Half of the stages go to the block table, which is read ahead of what it leads to: of 5, two tiles of keys
+    # and values are under way, 16 to 64 KiB of them in each thread block.
     if rows == SMALL_TILE:
-        return Tile(rows, 32, 8, 4) if wide else Tile(rows, 64, 4, 4)
-    return Tile(rows, 16 if wide else 32, 8, 4)
+        return Tile(rows, 32, 8, 5) if kind.wide else Tile(rows, 64, 4, 5)
+    return Tile(rows, 32, 8, 4)
 
 
-def large_rows(bytes_each: int) -> int:
-    """Rows of an item of several rows with a common prefix. Products of 32-bit numbers have no matrix unit,
-    and a tile that large would not fit into registers."""
-    return SMALL_TILE if bytes_each == 4 else 64
+def large_rows(kind: Kind) -> int:
+    """Rows of an item of several rows with a common prefix: as many as registers hold. Products of 32-bit
+    numbers have no matrix unit."""
+    if kind.query == 4:
+        return SMALL_TILE
+    return 32 if kind.wide else 64
 
 
-def run_tile(head_dim: int, bytes_each: int) -> Tile:
+def run_tile(kind: Kind) -> Tile:
     """For rows of more tokens."""
-    wide = head_dim > 128
-    if bytes_each == 4:
-        return Tile(SMALL_TILE, 16 if wide else 32, 4, 3)
-    return Tile(128, 32, 8, 2) if wide else Tile(128, 64, 8, 3)
+    if kind.query == 4:
+        return Tile(SMALL_TILE, 16 if kind.wide else 32, 4, 3)
+    narrow = kind.memory < kind.query
+    if kind.wide:
+        return Tile((128 if kind.wgmma else 64) // (2 if narrow else 1), 32, 8, 2)
+    if kind.wgmma or kind.head_dim <= 64:
+        return Tile(128, 64, 8, 3)
+    return Tile(64, 64, 8, 3) if narrow else Tile(128, 32, 8, 5)
 
 
 class DevicePlan:
@@ -120,21 +153,21 @@ def paged_attention(
     """See attention.py. scales: for a layer of 8-bit numbers, what those of each token are to be multiplied
     by [blocks, 2, kv_heads, 16] in float32."""
     group = query.shape[1] // layer.shape[2]
-    size = query.element_size()
+    kind = kind_of(query, layer)
 
     def on_device() -> DevicePlan:
-        step = plan_rows(rows, group, query.shape[2], size, window)
+        step = plan_rows(rows, group, kind, window)
         plan = DevicePlan(step.sizes, layer.device)
         plan.fill(step)
         return plan
 
-    plan = rows.once(("triton", group, query.shape[2], size, window), on_device)
+    plan = rows.once(("triton", group, kind, window), on_device)
     return attend(query, layer, plan, scale, window=window, softcap=softcap, scales=scales)
 
 
-def plan_rows(rows: PackedRows, group: int, head_dim: int, bytes_each: int, window: int | None) -> StepPlan:
-    """A step for `DevicePlan.fill`. group: query heads of a kv head. bytes_each: of a number of a query."""
-    return plan_step(rows, group, window, run_tile(head_dim, bytes_each).rows, large_rows(bytes_each))
+def plan_rows(rows: PackedRows, group: int, kind: Kind, window: int | None) -> StepPlan:
+    """A step for `DevicePlan.fill`. group: query heads of a kv head."""
+    return plan_step(rows, group, window, run_tile(kind).rows, large_rows(kind))
 
 
 def attend(
@@ -157,7 +190,7 @@ def attend(
     if query.stride(2) != 1:
         query = query.contiguous()
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-    sizes = plan.sizes
+    sizes, kind = plan.sizes, kind_of(query, layer)
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "D": padded(head_dim)}
     modes = {"SOFTCAP": softcap is not None, "SCALED": scales is not None}
     common = {
@@ -176,7 +209,7 @@ def attend(
     }
     tables = plan.section("table_blocks")
     if sizes.tiles:
-        tile = run_tile(head_dim, query.element_size())
+        tile = run_tile(kind)
         attend_tiles[(sizes.tiles, kv_heads)](
             query, out, layer, scales, plan.section("tiles"), plan.count("tiles"), tables,
             **common, **shape, **modes, **_launch(tile), WINDOWED=window is not None,
@@ -185,10 +218,10 @@ def attend(
         return out
     parts = torch.empty((sizes.parts, heads, head_dim), dtype=torch.float32, device=query.device)
     totals = torch.empty((sizes.parts, heads), dtype=torch.float32, device=query.device)
-    for name, height in (("small_items", SMALL_TILE), ("large_items", large_rows(query.element_size()))):
+    for name, height in (("small_items", SMALL_TILE), ("large_items", large_rows(kind))):
         programs = getattr(sizes, name)
         if programs:
-            tile = split_tile(head_dim, query.element_size(), height)
+            tile = split_tile(kind, height)
             attend_splits[(programs, kv_heads)](
                 query, out, parts, totals, layer, scales,
                 plan.section(name), plan.count(name), plan.section("rows"), tables,
@@ -251,12 +284,17 @@ def variants() -> list[Variant]:
     for dtype, kv, shapes, targets in DTYPES:
         for shape in shapes:
             head_dim, group, softcap, windowed = SHAPES[shape]
-            tile = run_tile(head_dim, BYTES[dtype])
-            found.append(_variant(attend_tiles, dtype, kv, shape, tile, targets, {"WINDOWED": windowed}))
+            kinds = {
+                target: Kind(head_dim, BYTES[dtype], BYTES.get(kv, 1), target >= 90) for target in targets
+            }
+            for tile in dict.fromkeys(map(run_tile, kinds.values())):
+                cards = tuple(target for target, kind in kinds.items() if run_tile(kind) == tile)
+                found.append(_variant(attend_tiles, dtype, kv, shape, tile, cards, {"WINDOWED": windowed}))
             if (head_dim, group, softcap) in [known[:3] for known in SHAPES[:shape]]:
                 continue  # rows of one token have one kernel for any window
-            for height in sorted({SMALL_TILE, large_rows(BYTES[dtype])}):
-                tile = split_tile(head_dim, BYTES[dtype], height)
+            kind = kinds[targets[0]]
+            for height in sorted({SMALL_TILE, large_rows(kind)}):
+                tile = split_tile(kind, height)
                 found.append(_variant(attend_splits, dtype, kv, shape, tile, targets, {"SPLIT": SPLIT}))
     return found
 
@@ -304,7 +342,7 @@ def _variant(
         constexprs["scales"] = None
     names = kernel.arg_names
     kept = {name: kind for name, kind in signature.items() if name in names and name not in constexprs}
-    title = f"{dtype}{f'-kv-{kv}' if scaled else ''}-d{head_dim}-g{group}-m{tile.rows}"
+    title = f"{dtype}{f'-kv-{kv}' if scaled else ''}-d{head_dim}-g{group}-m{tile.rows}n{tile.keys}"
     title += ("-softcap" if softcap else "") + ("-window" if more.get("WINDOWED") else "")
     wgmma = kernel is attend_tiles and BYTES[dtype] == 2
     return Variant(kernel, title, kept, constexprs, tile.warps, tile.stages, targets, wgmma)

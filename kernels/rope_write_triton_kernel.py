@@ -77,12 +77,12 @@ def rope_write_kernel(
             squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
             if REST_BLOCK > 0:
                 squares += tl.sum(rest * rest, axis=1)
-            factor = (1.0 / tl.sqrt_rn(squares / HEAD_DIM + eps))[:, None]
+            inverse = (1.0 / tl.sqrt_rn(squares / HEAD_DIM + eps))[:, None]
             weights = norm + head * HEAD_DIM
-            first = _weighted(first * factor, tl.load(weights + i, mask=i < HALF, other=0.0), narrow)
-            second = _weighted(second * factor, tl.load(weights + HALF + i, mask=i < HALF, other=0.0), narrow)
+            first = _weighted(first * inverse, tl.load(weights + i, mask=i < HALF, other=0.0), narrow)
+            second = _weighted(second * inverse, tl.load(weights + HALF + i, mask=i < HALF, other=0.0), narrow)
             if REST_BLOCK > 0:
-                rest = _weighted(rest * factor, tl.load(weights + j, mask=j < HEAD_DIM, other=0.0), narrow)
+                rest = _weighted(rest * inverse, tl.load(weights + j, mask=j < HEAD_DIM, other=0.0), narrow)
         angle = token[:, None] * HALF + i[None, :]
         c = tl.load(cos + angle, mask=turning, other=0.0).to(tl.float32)
         s = tl.load(sin + angle, mask=turning, other=0.0).to(tl.float32)

@@ -13,7 +13,7 @@ from paged_step import Row, Step, make_step
 from torch import Tensor
 
 from pagemill.kernels import attention_triton
-from pagemill.kernels.attention_triton import DevicePlan, paged_attention, plan_rows
+from pagemill.kernels.attention_triton import DevicePlan, kind_of, paged_attention, plan_rows
 from pagemill.kernels.attention_triton_plan import SPLIT, Sizes
 from pagemill.kernels.cache_write import keys_of, read_scaled, values_of
 from pagemill.kernels.packed_rows import PackedRows
@@ -38,7 +38,7 @@ def check(step: Step, device: torch.device, **options: Any) -> None:
 
 def shared_rows(step: Step, group: int, **options: Any) -> int:
     """The most rows that one item of the step has."""
-    plan = plan_rows(step.packed(), group, step.query.shape[2], step.query.element_size(), **options)
+    plan = plan_rows(step.packed(), group, kind_of(step.query, step.layer), **options)
     return int(max(items[:, 1].max(initial=0) for items in (plan.small_items, plan.large_items)))
 
 
@@ -52,6 +52,15 @@ def test_a_step_without_rows_gives_nothing(device: torch.device) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_dims(device: torch.device, head_dim: int, dtype: torch.dtype) -> None:
     check(make_step([Row(1), Row(300), Row(20, new=4)], head_dim=head_dim, dtype=dtype), device)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_cards_without_wgmma_have_tiles_of_their_own(
+    device: torch.device, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_triton, "has_wgmma", lambda device: False)
+    step = make_step([Row(300), Row(90, new=70)], head_dim=head_dim, dtype=torch.float16)
+    check(step, device, window=80)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -191,16 +200,16 @@ def test_a_plan_larger_than_its_steps_is_filled_again(device: torch.device) -> N
         MIXED,
     ):
         step = make_step(rows, dtype=torch.float16, group=4)
-        plan.fill(plan_rows(step.packed(), 4, 16, 2, None))
+        plan.fill(plan_rows(step.packed(), 4, kind_of(step.query, step.layer), None))
         layer = step.layer.to(device)
         found = attention_triton.attend(step.query.to(device), layer, plan, step.scale).cpu()
         torch.testing.assert_close(found.float(), step.expected(), rtol=3e-3, atol=3e-3)
 
 
 def test_a_step_larger_than_its_plan_is_refused(device: torch.device) -> None:
-    plan = DevicePlan(Sizes(1, 0, 1, 0, 0, 4), device)
+    plan, step = DevicePlan(Sizes(1, 0, 1, 0, 0, 4), device), make_step([Row(20), Row(20)])
     with pytest.raises(ValueError, match="does not fit"):
-        plan.fill(plan_rows(make_step([Row(20), Row(20)]).packed(), 2, 16, 4, None))
+        plan.fill(plan_rows(step.packed(), 2, kind_of(step.query, step.layer), None))
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(24, 2), (272, 2), (16, 17)])

@@ -18,7 +18,7 @@ from pagemill.kernels.variants import Variant
 
 VARIANTS = {variant.full_name: variant for variant in all_variants()}
 TABLE = {(f"{row['kernel']}/{row['variant']}", row["target"]): row for row in compiled.rows()}
-TILES = VARIANTS["attend_tiles/bf16-d128-g4-m128"]
+TILES = VARIANTS["attend_tiles/bf16-d128-g4-m128n64"]
 GOOD: Row = {"target": "sm_90", "registers": 200, "spills": 0, "shared_memory": 227 << 10, "wgmma": 8}
 
 
@@ -61,7 +61,7 @@ def test_prefill_of_16_bits_has_the_matrix_unit_of_each_card() -> None:
     assert [found["sm_90"]["wgmma"] > 0, found["sm_90"]["mma"]] == [True, 0]
     assert [found["sm_100"]["tcgen05"] > 0, found["sm_100"]["mma"]] == [True, 0]
     for card in compiled.CARDS:
-        assert TABLE["attend_splits/bf16-d128-g4-m16", card]["mma"] > 0
+        assert TABLE["attend_splits/bf16-d128-g4-m16n64", card]["mma"] > 0
 
 
 def test_the_readme_shows_the_table_in_short() -> None:
@@ -70,8 +70,8 @@ def test_the_readme_shows_the_table_in_short() -> None:
 
 # One of each kind of kernel that is heavy, and each card.
 SAMPLE = [
-    ("attend_splits/bf16-d128-g4-m16", "sm_80"),
-    ("attend_tiles/bf16-d128-g4-m128", "sm_90"),
+    ("attend_splits/bf16-d128-g4-m16n64", "sm_80"),
+    ("attend_tiles/bf16-d128-g4-m128n64", "sm_90"),
     ("multiply_kernel/fp8e4nv-m64", "sm_100"),
     ("rope_write_kernel/bf16-d128-norm", "sm_80"),
 ]
