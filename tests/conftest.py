@@ -33,8 +33,6 @@ settings.register_profile("pagemill", deadline=None, suppress_health_check=[Heal
 settings.load_profile("pagemill")
 
 
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the tests, those of whole workers and commands have one to themselves: they
     watch clocks, and wait more than they compute."""

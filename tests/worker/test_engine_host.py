@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import os
 import signal
-import time
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
