@@ -34,7 +34,7 @@ settings.load_profile("pagemill")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the tests, those of whole workers and commands have one to themselves: they
+    """Where processes share the tests, those of whole workers and commands have one to themselves: they
     watch clocks, and wait more than they compute."""
     for item in items:
         if {"worker", "infra"} & set(item.path.relative_to(Path(__file__).parent).parts[:1]):
