@@ -8,6 +8,7 @@ prints the short form, which stands in README.md. Needs neither Triton nor torch
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def rows() -> list[Row]:
 
 
 def summary(table: Sequence[Row]) -> str:
-    """A line a kernel and dtype, in Markdown: of its variants the most of each."""
+    """A line a kernel and dtype, in Markdown: of its variants the most of each, on each card."""
     lines = [
         "| kernel | variants | registers | shared memory, KiB | products of matrices by |",
         "|---|---|---|---|---|",
@@ -34,7 +35,7 @@ def summary(table: Sequence[Row]) -> str:
     kinds: dict[str, list[Row]] = {}
     for row in table:
         kinds.setdefault(_kind(row), []).append(row)
-    for kind, found in kinds.items():
+    for kind, found in sorted(kinds.items(), key=_by_number):
         variants = len({row["variant"] for row in found})
         by_card = [[row for row in found if row["target"] == card] for card in CARDS]
         registers = " · ".join(str(max((r["registers"] for r in card), default="–")) for card in by_card)
@@ -45,20 +46,26 @@ def summary(table: Sequence[Row]) -> str:
 
 
 def _kind(row: Row) -> str:
-    """Kernels that multiply matrices are told apart by dtype and height of their tiles."""
+    """Kernels that multiply matrices are told apart by dtype, and by rows of a tile where that tells."""
     name, variant = row["kernel"], row["variant"].split("-")
     if name in ("attend_splits", "attend_tiles"):
         dtype = "fp32" if variant[0] == "fp32" else "16 bits"
         memory = ", memory of 8" if "kv" in variant else ""
-        height = next(part for part in variant if part[0] == "m")
-        return f"`{name}` {dtype}{memory}, {height.removeprefix('m')} rows"
+        rows = next(int(part[1:].partition("n")[0]) for part in variant if part[0] == "m")
+        tile = "" if name == "attend_tiles" else ", 16 rows" if rows == 16 else ", 32 or 64 rows"
+        return f"`{name}` {dtype}{memory}{tile}"
     if name == "multiply_kernel":
         return f"`{name}` {variant[0]}, {variant[-1].removeprefix('m')} rows"
     return f"`{name}`"
 
 
+def _by_number(item: tuple[str, Sequence[Row]]) -> list[tuple[str, int]]:
+    """In the order of a reader: 16 before 128."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D*)(\d*)", item[0])]
+
+
 def _kib(table: Sequence[Row]) -> str:
-    return f"{max(row['shared_memory'] for row in table) / 1024:.3g}" if table else "–"
+    return str(-(-max(row["shared_memory"] for row in table) // 1024)) if table else "–"
 
 
 def _products(table: Sequence[Row]) -> str:

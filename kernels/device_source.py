@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import tokenize
+from functools import cache
 from inspect import getsource
 from typing import Any
 
@@ -25,7 +26,7 @@ def digest(variant: Variant) -> str:
 
 def _collect(function: Any, found: dict[str, object]) -> None:
     """Adds a function's text, that of the functions of ours which it calls, and the constants it reads."""
-    found[function.__name__] = device_text(getsource(function))
+    found[function.__name__] = _text(function)
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if name in found:
@@ -34,6 +35,11 @@ def _collect(function: Any, found: dict[str, object]) -> None:
             found[name] = value.value
         elif hasattr(value, "fn") and value.fn.__module__.startswith("pagemill."):
             _collect(value.fn, found)
+
+
+@cache
+def _text(function: Any) -> str:
+    return device_text(getsource(function))
 
 
 def device_text(source: str) -> str:

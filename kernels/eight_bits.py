@@ -22,6 +22,6 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     usable = finite & (largest >= SMALLEST_ROW)
     # torch takes a number over a tensor for a product with the reciprocal, which rounds twice.
     factor = torch.where(usable, torch.full_like(largest, most) / largest, 0.0)
-    scaled = torch.where(usable[..., None], wide, 0.0) * factor[..., None]
+    scaled = torch.where(usable.unsqueeze(-1), wide, 0.0) * factor.unsqueeze(-1)
     values = (scaled.round_() if dtype is torch.int8 else scaled).to(dtype)
     return values, torch.where(finite, torch.where(usable, largest / most, 0.0), torch.nan)

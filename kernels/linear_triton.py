@@ -149,4 +149,5 @@ def _multiply(dtype: torch.dtype, rows: int, targets: tuple[int, ...]) -> Varian
         shape.num_warps,
         shape.num_stages,
         targets,
+        wgmma=shape.m >= 64,
     )

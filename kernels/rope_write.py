@@ -34,7 +34,7 @@ def rope_write(
 
         places = (layer, blocks, offsets)
         rope_write_triton.rope_write(heads, num_heads, *angles, *places, norm=norm, eps=eps, scales=scales)
-        return heads[:, :num_heads]
+        return heads.narrow(1, 0, num_heads)
     kv_heads = layer.shape[2]
     turning, values = heads[:, : num_heads + kv_heads], heads[:, num_heads + kv_heads :]
     if norm is not None:

@@ -12,11 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quick_interpreter import replace_once
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted_in_half_the_time() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        replace_once(patch)
+        yield
 
 
 @pytest.fixture
