@@ -60,6 +60,11 @@ class Kind:
     def wide(self) -> bool:
         return self.head_dim > 128
 
+    @property
+    def narrow(self) -> bool:
+        """Whether memory is of 8 bits, which queries never are: widening it takes registers."""
+        return self.memory == 1
+
 
 def kind_of(query: Tensor, layer: Tensor) -> Kind:
     wgmma = has_wgmma(query.device)
@@ -76,10 +81,12 @@ def split_tile(kind: Kind, rows: int) -> Tile:
     """For rows of one token; rows: SMALL_TILE, or large_rows() of it."""
     if kind.query == 4:
         return Tile(rows, 32, 4, 3)
-    # Half of the stages go to the block table, which is read ahead of what it leads to: of 5, two tiles of keys
-    # and values are under way, 16 to 64 KiB of them in each thread block.
+    # Half of the stages go to the block table, which is read ahead of what it leads to: of 5, two tiles of
+    # keys and values are under way. README.md reckons what that is worth.
+    if rows == SMALL_TILE and kind.wide:
+        return Tile(rows, 64 if kind.narrow else 32, 8, 5)
     if rows == SMALL_TILE:
-        return Tile(rows, 32, 8, 5) if kind.wide else Tile(rows, 64, 4, 5)
+        return Tile(rows, 64, 4, 5)
     return Tile(rows, 32, 8, 4)
 
 
@@ -95,12 +102,11 @@ def run_tile(kind: Kind) -> Tile:
     """For rows of more tokens."""
     if kind.query == 4:
         return Tile(SMALL_TILE, 16 if kind.wide else 32, 4, 3)
-    narrow = kind.memory < kind.query
     if kind.wide:
-        return Tile((128 if kind.wgmma else 64) // (2 if narrow else 1), 32, 8, 2)
+        return Tile((128 if kind.wgmma else 64) // (2 if kind.narrow else 1), 32, 8, 2)
     if kind.wgmma or kind.head_dim <= 64:
         return Tile(128, 64, 8, 3)
-    return Tile(64, 64, 8, 3) if narrow else Tile(128, 32, 8, 5)
+    return Tile(64, 64, 8, 3) if kind.narrow else Tile(128, 32, 8, 5)
 
 
 class DevicePlan:

@@ -80,7 +80,9 @@ def rope_write_kernel(
             inverse = (1.0 / tl.sqrt_rn(squares / HEAD_DIM + eps))[:, None]
             weights = norm + head * HEAD_DIM
             first = _weighted(first * inverse, tl.load(weights + i, mask=i < HALF, other=0.0), narrow)
-            second = _weighted(second * inverse, tl.load(weights + HALF + i, mask=i < HALF, other=0.0), narrow)
+            second = _weighted(
+                second * inverse, tl.load(weights + HALF + i, mask=i < HALF, other=0.0), narrow
+            )
             if REST_BLOCK > 0:
                 rest = _weighted(rest * inverse, tl.load(weights + j, mask=j < HEAD_DIM, other=0.0), narrow)
         angle = token[:, None] * HALF + i[None, :]

@@ -26,7 +26,9 @@ def test_a_memory_of_8_bits_is_read_with_its_scales(
     rows = plan_rows([3, 1], [20, 16], [[3, 1], [3]], layer)
     query = torch.randn(4, 4, HEAD_DIM)
     found = paged_attention(query, layer, rows, 0.2, window=window, softcap=softcap, scales=scales)
-    wide_keys, wide_values = (read(layer, scales, HEAD_DIM) for read in (read_scaled_keys, read_scaled_values))
+    wide_keys, wide_values = (
+        read(layer, scales, HEAD_DIM) for read in (read_scaled_keys, read_scaled_values)
+    )
     wide = torch.stack([wide_keys.flatten(2), wide_values.flatten(2)], 1)
     expected = reference_attention(query, wide, rows, 0.2, window=window, softcap=softcap)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

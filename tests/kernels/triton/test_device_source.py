@@ -12,13 +12,13 @@ from pagemill.kernels.device_source import device_text, digest
 
 VARIANTS = {variant.full_name: variant for variant in all_variants()}
 
-PLAIN = '''
+PLAIN = """
 @jit
 def add(x, y, N: constexpr):
     for i in range(N):
         x += y[i]
     return x * "s"
-'''
+"""
 COMMENTED = '''
 @jit
 def add(

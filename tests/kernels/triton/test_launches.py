@@ -67,9 +67,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(attention_triton, "DevicePlan", NoMemory)
-    attention._on_cuda.cache_clear()
+    attention_triton.has_wgmma.cache_clear()
     with FakeTensorMode(), torch.device("cuda"):
         yield found
+    attention_triton.has_wgmma.cache_clear()
 
 
 def wide(*shape: int) -> Tensor:

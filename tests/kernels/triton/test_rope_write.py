@@ -128,7 +128,14 @@ def test_eight_bits_are_those_of_the_plain_form(
     _, keys, values = step.turned(norm, 1e-6)
     write_scaled_kv(expected[:, 1], expected_scales[:, 1], keys, values, *step.places)
     rope_write_triton.rope_write(
-        step.heads, NUM_HEADS, *step.angles, found[:, 1], *step.places, norm=norm, eps=1e-6, scales=scales[:, 1]
+        step.heads,
+        NUM_HEADS,
+        *step.angles,
+        found[:, 1],
+        *step.places,
+        norm=norm,
+        eps=1e-6,
+        scales=scales[:, 1],
     )
     # A norm that differs in its last place is turned, and so are its neighbours.
     eps = 4 * torch.finfo(dtype).eps if normed else 1e-6
