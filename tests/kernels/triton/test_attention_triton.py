@@ -63,8 +63,9 @@ def test_cards_without_wgmma_have_tiles_of_their_own(
     check(step, device, window=80)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize(
+    ("group", "dtype"), [(g, torch.float16) for g in range(1, 9)] + [(g, torch.float32) for g in (1, 5, 8)]
+)
 def test_groups_of_query_heads(device: torch.device, group: int, dtype: torch.dtype) -> None:
     step = make_step([Row(40), Row(270), Row(33, new=20)], group=group, kv_heads=2, dtype=dtype)
     check(step, device)
@@ -91,8 +92,11 @@ def test_runs_of_tokens(device: torch.device, new: int, length: int, dtype: torc
 MIXED = [Row(1), Row(17), Row(5, new=5), Row(300), Row(150, new=70), Row(40, new=2), Row(520), Row(64)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [1, 16, 63, 64, 100, 300, 10_000])
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [(w, torch.float16) for w in (1, 16, 63, 64, 100, 300, 10_000)]
+    + [(w, torch.float32) for w in (1, 63, 300)],
+)
 def test_windows(device: torch.device, window: int, dtype: torch.dtype) -> None:
     check(make_step(MIXED, dtype=dtype), device, window=window)
 
@@ -144,15 +148,17 @@ def test_a_broken_row_breaks_alone(device: torch.device) -> None:
     assert torch.equal(after[[0, 2, 3, 4, 5, 7]], before[[0, 2, 3, 4, 5, 7]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shared", [16, 17, 40])
+@pytest.mark.parametrize(
+    ("shared", "dtype"), [(16, torch.float16), (17, torch.float16), (40, torch.float16), (17, torch.float32)]
+)
 def test_a_common_prefix_read_once(device: torch.device, shared: int, dtype: torch.dtype) -> None:
     rows = [Row(shared * 16 + own, shared=shared) for own in (1, 5, 16, 60, 300)]
     step = make_step([*rows, Row(30, prompt=1)], dtype=dtype)
     assert shared_rows(step, 2, window=None) == 5
-    check(step, device)
-    apart, tolerance = run(step, device, share=False), TOLERANCE[dtype]
-    torch.testing.assert_close(run(step, device), apart, rtol=tolerance, atol=tolerance)
+    found, tolerance = run(step, device), TOLERANCE[dtype]
+    torch.testing.assert_close(found.float(), step.expected(), rtol=tolerance, atol=tolerance)
+    apart = run(step, device, share=False)
+    torch.testing.assert_close(found, apart, rtol=tolerance, atol=tolerance)
 
 
 def test_two_prompts_beside_runs_of_tokens_and_rows_alone(device: torch.device) -> None:

