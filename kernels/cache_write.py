@@ -75,4 +75,6 @@ def clear_blocks(storage: Tensor, blocks: Tensor) -> None:
     places behind a row's end no weight, but 0 * NaN is NaN: without this a block that once belonged to a
     row with broken numbers would break the next row that gets it.
     """
-    storage.index_fill_(0, blocks, 0)
+    # torch fills no 8-bit floats; zero has the same bits in every dtype.
+    bits = storage.view(torch.uint8) if storage.element_size() == 1 else storage
+    bits.index_fill_(0, blocks, 0)
