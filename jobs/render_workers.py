@@ -19,8 +19,9 @@ _HEADS = ("worker", "state", "model", "device", *_RIGHT, "host", "message")
 
 
 def print_workers(workers: Iterable[WorkerInfo]) -> None:
-    """Workers, one a line; piped, the fields are those of the table's head, figures without units."""
+    """Workers, one a line under a head; piped, with the same head, and figures without units."""
     if not sys.stdout.isatty():
+        print(*_HEADS, sep="\t")
         for worker in workers:
             print(*map(harmless, _plain(worker)), sep="\t")
         return

@@ -7,6 +7,7 @@ what there is, and the largest budget and context that would fit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import ROUND_DOWN, Decimal
 
 import torch
 
@@ -127,12 +128,22 @@ def _would_fit(spec: ModelSpec, blocks: int, one: int, available: int) -> str:
             f"; {size_text(available)} are free, which leaves no key-value memory: the largest context that "
             "fits is 0 tokens"
         )
-    # Rounded down, so that what it names does fit.
-    most = int(blocks * one / GIB * 1000) / 1000
     return (
-        f"; {size_text(available)} are free, so that key-value memory of {size_text(blocks * one)} fits "
-        f"(kv_cache_gb {most:g}) and the largest context that fits is {_context_in(blocks, spec)} tokens"
+        f"; {size_text(available)} are free, so that kv_cache_gb {budget_text(blocks, one)} fits, and the "
+        f"largest context that fits is {_context_in(blocks, spec)} tokens"
     )
+
+
+def budget_text(blocks: int, one: int) -> str:
+    """A kv_cache_gb that gives at most so many blocks of `one` bytes and, of more than none, at least one:
+    written down and read again, it does what it says."""
+    most = Decimal(blocks * one) / GIB
+    digits = 3
+    while True:
+        text = f"{most.quantize(Decimal(1).scaleb(-digits), ROUND_DOWN):f}"
+        if blocks < 1 or float(text) * GIB >= one:
+            return text.rstrip("0").rstrip(".")
+        digits += 1
 
 
 def _check_context(spec: ModelSpec, context: int, blocks: int, one: int, budget: str) -> None:
