@@ -74,7 +74,9 @@ class EngineConfig:
                 raise EngineError(f"{name} must be at least 1, not {value}.")
         # How little is too little depends on the model, so that the sentence about it is memory.py's.
         if not abs(self.kv_cache_gb) <= MOST_KV_CACHE_GB:  # nor is NaN
-            raise EngineError(f"kv_cache_gb must be a number up to {MOST_KV_CACHE_GB}, not {self.kv_cache_gb}.")
+            raise EngineError(
+                f"kv_cache_gb must be a number up to {MOST_KV_CACHE_GB}, not {self.kv_cache_gb}."
+            )
         if self.dtype == "float16":
             raise EngineError("dtype float16 is not computed on CPU; use float32 or bfloat16.")
         if self.dtype not in DTYPES:

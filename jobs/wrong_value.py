@@ -53,7 +53,9 @@ def wrong_value(
     wanted = _allowed(field)
     if not wanted:
         return f"{called}: {first['msg']}"
-    said = "" if name in hidden or SecretStr in _types(field.annotation) else f", not {_value(first['input'])}"
+    said = (
+        "" if name in hidden or SecretStr in _types(field.annotation) else f", not {_value(first['input'])}"
+    )
     return f"{called} must be {wanted}{said}"
 
 

@@ -127,9 +127,8 @@ def _speed_text(outcome: Outcome) -> str:
     if not speed:
         return ""
     again = f", {render.span(outcome.seconds_now)} of it in this run"
-    return (
-        f"{speed:,.1f} tokens/s out, {render.span(outcome.seconds)} in all"
-        + (again if outcome.seconds_now < outcome.seconds else "")
+    return f"{speed:,.1f} tokens/s out, {render.span(outcome.seconds)} in all" + (
+        again if outcome.seconds_now < outcome.seconds else ""
     )
 
 

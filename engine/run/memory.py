@@ -7,7 +7,6 @@ what there is, and the largest budget and context that would fit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from decimal import ROUND_DOWN, Decimal
 
 import torch
 
@@ -135,13 +134,13 @@ def _would_fit(spec: ModelSpec, blocks: int, one: int, available: int) -> str:
 
 
 def budget_text(blocks: int, one: int) -> str:
-    """A kv_cache_gb that gives at most so many blocks of `one` bytes and, of more than none, at least one:
-    written down and read again, it does what it says."""
-    most = Decimal(blocks * one) / GIB
+    """A kv_cache_gb for nearly so many blocks of `one` bytes and never more: typed back in, it fits."""
     digits = 3
     while True:
-        text = f"{most.quantize(Decimal(1).scaleb(-digits), ROUND_DOWN):f}"
-        if blocks < 1 or float(text) * GIB >= one:
+        figures = str(blocks * one * 10**digits // GIB).rjust(digits + 1, "0")  # rounded down
+        text = f"{figures[:-digits]}.{figures[-digits:]}"
+        # A binary fraction of 30 places has as many decimal ones, so that this ends.
+        if float(text) * GIB // one >= blocks - blocks // 100:
             return text.rstrip("0").rstrip(".")
         digits += 1
 

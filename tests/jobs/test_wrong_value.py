@@ -77,7 +77,13 @@ def test_what_is_missing_is_named() -> None:
     assert wrong_value(caught.value, JobSpec, str.upper) == "MODEL is missing"
 
 
-JOB = {"job": "job-1", "model": "m", "created_at": 1.0, "seed": 1, "input": {"key": "k", "size": 1, "etag": "e"}}
+JOB = {
+    "job": "job-1",
+    "model": "m",
+    "created_at": 1.0,
+    "seed": 1,
+    "input": {"key": "k", "size": 1, "etag": "e"},
+}
 
 
 @pytest.mark.parametrize(("settings", "others"), [(ClientSettings, {}), (WorkerSettings, {}), (JobSpec, JOB)])
