@@ -1,7 +1,7 @@
 """What people see: a job's status, a list of jobs, a table of results.
 
-On a terminal: colours, bars, lines cut to its width. Piped: plain lines, tabs between fields, nothing cut, and
-tables with a head of one line.
+On a terminal: colours, bars, lines cut to its width. Piped: plain lines, tabs between fields, nothing cut,
+and tables with a head of one line.
 Text from a model or a file never reaches a terminal with its control characters. This room knows what a job
 looks like and may not know how to reach one.
 """

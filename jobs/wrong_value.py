@@ -1,5 +1,5 @@
-"""What is said about a value that a field of settings or of a job cannot have: which one, what it may be, what
-it was.
+"""What is said about a value that a field of settings or of a job cannot have: which field, what it may be,
+what it was.
 
 The sentence comes from the field's own annotation and limits, so that whoever changes these changes it too.
 This room may not know where the value came from, nor which fields there are.

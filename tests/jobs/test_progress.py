@@ -71,7 +71,8 @@ async def test_piped_it_is_plain_lines_with_everything_in_them() -> None:
 async def test_on_a_terminal_there_are_bars_and_what_goes_wrong() -> None:
     text = await shown(BEGUN, HALF, terminal=True)
     for words in (
-        "197 completed, 3 failed, of 400", "50%", "8,000 of about 16,000", "812 tokens/s", "75% cached", "1:05 left", "2 workers",
+        "197 completed, 3 failed, of 400", "50%", "8,000 of about 16,000", "812 tokens/s", "75% cached",
+        "1:05 left", "2 workers",
         "3 failed: 2 invalid_request, 1 prompt_too_long", "line 9: too long", "\\x1b[31mbad",
     ):  # fmt: skip
         assert words in text, words
