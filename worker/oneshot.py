@@ -97,7 +97,9 @@ async def run_once(order: Order, follower: Follower | None) -> Outcome:
         if known and await asyncio.to_thread(storage.head, layout.manifest(job)) is not None:
             return Outcome(await asyncio.to_thread(remembered, storage, job), storage, fresh=False)
         if follower is not None:
-            say(f"{'Going on with' if known else 'Running'} job {job} on {spec.model}")
+            what = "Going on with" if known else "Running"
+            # Kernels are compiled then; without this word the first minute looks like a hang.
+            say(f"{what} job {job} on {spec.model}, which loads first: longest the first time on a machine")
         _log_to(folder / "worker.log")
         clock = _Clock(folder / "seconds", goes_on=known)
         with interruptible("Interrupted; what is finished is kept: run the same command again to go on."):
