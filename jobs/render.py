@@ -86,8 +86,9 @@ def print_fields(fields: Mapping[str, str], colours: Mapping[str, str] | None = 
 def print_jobs(jobs: Iterable[JobStatus]) -> None:
     """Jobs, one a line under a head, which is the same when piped."""
     if not sys.stdout.isatty():
-        print(*_JOB_COLUMNS, sep="\t")
-        for job in jobs:
+        for place, job in enumerate(jobs):
+            if place == 0:  # nothing has no head
+                print(*_JOB_COLUMNS, sep="\t")
             counts = (job.completed, job.failed, job.total)
             print(job.job, job.state, job.model, *counts, moment(job.created_at), sep="\t")
         return
