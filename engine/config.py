@@ -5,7 +5,6 @@ Knows numbers and names only. It may not load anything, nor look at the machine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ BLOCK_SIZE = 16
 # Without a word from the caller: steps that a CPU finishes in a fraction of a second.
 DEFAULT_NUM_TOKENS = 512
 DEFAULT_NUM_SEQS = 64
+MOST_KV_CACHE_GB = 1 << 20  # a pebibyte: more is a slip, and beyond 1e299 no number of bytes
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu")
@@ -73,8 +73,10 @@ class EngineConfig:
             if value is not None and value < 1:
                 raise EngineError(f"{name} must be at least 1, not {value}.")
         # How little is too little depends on the model, so that the sentence about it is memory.py's.
-        if not math.isfinite(self.kv_cache_gb):
-            raise EngineError(f"kv_cache_gb must be a number, not {self.kv_cache_gb}.")
+        if not abs(self.kv_cache_gb) <= MOST_KV_CACHE_GB:  # nor is NaN
+            raise EngineError(
+                f"kv_cache_gb must be a number up to {MOST_KV_CACHE_GB}, not {self.kv_cache_gb}."
+            )
         if self.dtype == "float16":
             raise EngineError("dtype float16 is not computed on CPU; use float32 or bfloat16.")
         if self.dtype not in DTYPES:

@@ -58,7 +58,7 @@ class WorkerSettings(ClientSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: Literal["auto", "cpu"] = "auto"
     quantization: Literal["int8"] | None = Field(None, description="int8: dense layers in 8-bit integers")
-    kv_cache_gb: float = Field(1.0, gt=0, description="memory for keys and values")
+    kv_cache_gb: float = Field(1.0, gt=0, le=1 << 20, description="memory for keys and values")
     context: int | None = Field(None, ge=1, description="hold less than the model's own context")
     threads: int | None = Field(None, ge=1, description="threads of the engine's arithmetic")
     max_num_seqs: int | None = Field(None, ge=1, description="rows in one step of the engine")
