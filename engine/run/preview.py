@@ -14,7 +14,7 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineError
 from pagemill.engine.models.registry import Description, describe
 from pagemill.engine.run.available import available_memory
-from pagemill.engine.run.load import resolve_dtype
+from pagemill.engine.run.device import resolve_dtype
 from pagemill.engine.run.memory import plan_memory, step_bytes, weight_bytes
 from pagemill.engine.tokenizer import Tokenizer
 from pagemill.engine.weights.load import Checkpoint, check_deterministic, check_quantization, open_checkpoint
