@@ -78,7 +78,7 @@ class Runner(Protocol):
     def begin(self, batch: Batch) -> ReadResult:
         """Compute keys and values of every scheduled token; sample where all of a row's tokens are in.
 
-        Raises StepTooLarge where memory does not suffice for the step: then nothing has happened that matters,
-        and the same rows may be begun again.
+        Raises StepTooLarge where memory does not suffice for the step: then nothing has happened that
+        matters, and the same rows may be begun again.
         """
         ...

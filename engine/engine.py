@@ -7,8 +7,8 @@ asyncio side and the thread are in stream.py. It never waits for anything but th
 How far ahead of its results it goes is the runner's `depth`. With 1, a step is scheduled and begun while the
 one before it runs, and then that one's result is read:
 
-    host    schedule 1, begin 1 | schedule 2, begin 2 | read and book 1, schedule 3, begin 3 | read and book 2 ...
-    device                        1 ................... 2 ................................... 3 ...
+    host    schedule and begin 1 | schedule and begin 2 | read and book 1 | schedule and begin 3 | read ...
+    device                         1 .................................... 2 ........................... 3
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ class Engine:
         self._meter.finish_s += self._clock() - now
 
     def _shrink(self, batch: Batch, error: StepTooLarge) -> None:
-        """Nothing of the batch has happened. Its rows come again in smaller steps; one token cannot be less."""
+        """Nothing of the batch has happened. Its rows come again in smaller steps, of one token at least."""
         self.scheduler.allowance.failed(batch.num_tokens)
         log.warning(
-            "A step of %d tokens in %d rows was too large for the device (%s); steps have %d tokens at most now.",
+            "A step of %d tokens in %d rows was too large for the device (%s); steps have %d tokens at most.",
             batch.num_tokens,
             len(batch.sequences),
             error,

@@ -26,8 +26,8 @@ def takes_compiled(x: Tensor) -> bool:
 
 @contextmanager
 def triton_everywhere() -> Iterator[None]:
-    """Inside, whatever device a tensor is on, forms in Triton serve it, in every thread of the process. Layers
-    that lay out weights when they are made must be made inside as well."""
+    """Inside, whatever device a tensor is on, forms in Triton serve it, in every thread of the process.
+    Layers that lay out weights when they are made must be made inside as well."""
     global _everywhere
     before, _everywhere = _everywhere, True
     try:

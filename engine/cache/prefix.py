@@ -66,7 +66,7 @@ class PrefixCache:
         return found
 
     def publish(self, seq: Sequence, begin: int, end: int) -> list[bytes]:
-        """Label the blocks that a step has filled that computed tokens [begin, end), and return their hashes."""
+        """Label the blocks that a step over tokens [begin, end) has filled, and return their hashes."""
         if not self.enabled:
             return []
         first, end = begin // BLOCK_SIZE, end // BLOCK_SIZE

@@ -52,7 +52,7 @@ def look() -> Look:
     try:
         cards = tuple(map(_facts, range(torch.cuda.device_count()))) if torch.cuda.is_available() else ()
         if built is not None and not cards:
-            torch.cuda.init()  # which says what is wrong
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # which says what is wrong
         return Look(built, driver, cards)
     except Exception as error:
         problem = " ".join(str(error).split()) or type(error).__name__
@@ -153,7 +153,7 @@ class CudaCard:
         # A model that is asked for in float32 is meant to be computed in it: no products in TF32's ten bits.
         torch.set_float32_matmul_precision("highest")
         products = torch.backends.cuda.matmul
-        # Parts of a sum that are added up in 16 bits: quicker for some shapes, but float16 can overflow there,
+        # Parts of a sum that are added up in 16 bits: quicker for some shapes, but float16 can overflow,
         # which would break a row, and which shapes have parts depends on how many rows there are.
         products.allow_fp16_reduced_precision_reduction = False
         products.allow_bf16_reduced_precision_reduction = not deterministic
@@ -189,12 +189,12 @@ class CudaCard:
         for tensor in tensors:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies.append(copy.copy_(tensor, non_blocking=True))
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return _CudaFetch(copies, event)
 
     def capture(self, work: Callable[[], None], pool: Any) -> Graph:
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):

@@ -60,7 +60,7 @@ def fit_limits(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig, free: 
 
 
 def most_blocks(spec: ModelSpec, config: EngineConfig) -> int:
-    """Blocks beyond which a small model on a large card has no use for more: all rows at full context, twice."""
+    """Beyond which a small model on a large card has no use for more: all rows at full context, twice."""
     return 2 * (config.max_num_seqs or MANY_ROWS) * -(-spec.context // BLOCK_SIZE)
 
 

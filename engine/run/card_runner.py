@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -115,11 +116,14 @@ class CardRunner:
         return DEPTH
 
     def begin(self, batch: Batch) -> ReadResult:
-        started = time.perf_counter()
+        started, turn = time.perf_counter(), self._turn
         try:
             with self.card.active(), torch.inference_mode():
                 return self._begin(batch, started)
         except torch.OutOfMemoryError as error:
+            # What was sent may be on its way still, and its words are to be written anew.
+            self.card.fetch([]).wait()
+            self._turn = turn
             self.card.give_back_freed()
             raise StepTooLarge(" ".join(str(error).split())) from error
 
@@ -146,7 +150,7 @@ class CardRunner:
             given = {n: (sizes, layout.read(device, plan_name(n))) for n, (sizes, _) in plans.items()}
             self._plans.give(rows, given)
         prepared = time.perf_counter() - started
-        read: Callable[[str], Tensor] = lambda name: layout.read(device, name)  # noqa: E731
+        read = partial(layout.read, device)
         self._tell(read, drawing)
         inputs = self._packed(read, rows, any(seq.long_rope for seq in batch.sequences))
         hidden = self.decoder.hidden(inputs, self.storage)
@@ -171,7 +175,12 @@ class CardRunner:
             raw = logits.clone() if wanted and any(map(reshapes, drawing.sequences)) else logits
             self.sampler.shape(logits, drawing.sequences, inputs.token_ids[packed])
             tokens = sample.sample_tokens(
-                logits, *map(read, ("temperature", "top_k", "top_p", "min_p")), read("keys").view(-1, 2)
+                logits,
+                read("temperature"),
+                read("top_k"),
+                read("top_p"),
+                read("min_p"),
+                read("keys").view(-1, 2),
             )
             if wanted:
                 where = put(self.card, torch.tensor(list(wanted)))
@@ -195,7 +204,10 @@ class CardRunner:
             "slots": np.array([self._slots.of(seq) for seq in batch.sequences], np.int64),
         }
         rows = PackedRows(
-            batch.num_scheduled, batch.lengths, [seq.block_table for seq in batch.sequences], self.share_prefixes
+            batch.num_scheduled,
+            batch.lengths,
+            [seq.block_table for seq in batch.sequences],
+            self.share_prefixes,
         )
         prepared = self.graphs.prepare(rows, arrays)
         if prepared is None:
@@ -261,7 +273,9 @@ def _empty_table(slots: int, width: int, device: torch.device) -> RowTable:
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    return RowTable(zeros(slots), zeros(slots), zeros(slots), zeros(slots, width), zeros(slots, dtype=torch.int64))
+    return RowTable(
+        zeros(slots), zeros(slots), zeros(slots), zeros(slots, width), zeros(slots, dtype=torch.int64)
+    )
 
 
 def _plain_decode(batch: Batch) -> bool:

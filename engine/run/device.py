@@ -34,14 +34,14 @@ def choose_card(device: str, look: Callable[[], Look] = look) -> Card | None:
     index = int(device.partition(":")[2] or 0)
     if seen.built is None:
         raise EngineError(
-            f"device {device} needs a build of torch for CUDA, and this one computes on CPU only: install one "
+            f"device {device} needs a build of torch for CUDA, and this one is for CPU only: install one "
             "with pip install torch --index-url https://download.pytorch.org/whl/cu130 (cu126 for drivers "
             "before 580), or use device cpu."
         )
     if not seen.cards:
         raise EngineError(
-            f"device {device}: torch sees no CUDA device ({seen.problem or 'and gives no reason'}). nvidia-smi "
-            "must list one here; a container needs --gpus all, and CUDA_VISIBLE_DEVICES must not hide it."
+            f"device {device}: torch sees no CUDA device ({seen.problem or 'and gives no reason'}). "
+            "nvidia-smi must list one here; a container needs --gpus all, and CUDA_VISIBLE_DEVICES must not hide it."
         )
     if index >= len(seen.cards):
         there = ", ".join(f"cuda:{card.index} ({card.name})" for card in seen.cards)
@@ -68,8 +68,8 @@ def refusal(card: CardFacts) -> str | None:
     if card.capability < LEAST_CAPABILITY:
         found, least = (".".join(map(str, pair)) for pair in (card.capability, LEAST_CAPABILITY))
         return (
-            f"{card.name} has compute capability {found}, and the kernels need {least} or more (Ampere: A100, "
-            "A10, RTX 30, and later)"
+            f"{card.name} has compute capability {found}, and the kernels need {least} or more (Ampere: "
+            "A100, A10, RTX 30, and later)"
         )
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'triton>=3.6,<3.8'; Windows has no build of it)"

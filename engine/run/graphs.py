@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -73,8 +74,7 @@ class StepPlans:
         from pagemill.kernels.attention_triton import DevicePlan, plan_key
 
         for number, (sizes, words) in plans.items():
-            plan = DevicePlan(sizes, words)
-            rows.once(plan_key(*self._shape, self.windows[number]), lambda plan=plan: plan)
+            rows.once(plan_key(*self._shape, self.windows[number]), partial(DevicePlan, sizes, words))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,17 @@ class DecodeGraph:
         changes = [(name, kind, size) for name, kind in HEADER.items()]
         # A decode takes a block at most, and rows come with what they had when they drew their first token.
         changes += [(name, kind, 2 * size) for name, kind in BLOCKS.items()]
-        self.layout = Layout([("slots", np.int64, size), *((n, k, size) for n, k in FILTERS), *plans, *changes])
+        self.layout = Layout(
+            [("slots", np.int64, size), *((n, k, size) for n, k in FILTERS), *plans, *changes]
+        )
         self.words = torch.zeros(self.layout.words, dtype=torch.int32, device=card.device)
         self.tokens = torch.empty(size, dtype=torch.int64, device=card.device)
         self._static = static
         self._inputs = DecodeInputs.empty(size, card.device)
         self._rows = PackedRows((), (), ())
-        given = {n: (held, self.layout.read(self.words, plan_name(n))) for n in range(len(static.plans.windows))}
+        given = {
+            n: (held, self.layout.read(self.words, plan_name(n))) for n in range(len(static.plans.windows))
+        }
         static.plans.give(self._rows, given)
         # Nobody's rows: what is done while it is captured touches the spare block alone.
         self.layout.read(self.words, "slots").fill_(-1)
@@ -155,7 +159,8 @@ class Graphs:
         self._plans = plans
         pool = card.graph_pool()
         self._by_size = {
-            size: DecodeGraph(static, card, size, held_by(size, context), pool) for size in sizes_up_to(max_rows)
+            size: DecodeGraph(static, card, size, held_by(size, context), pool)
+            for size in sizes_up_to(max_rows)
         }
 
     def prepare(

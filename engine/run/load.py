@@ -73,9 +73,7 @@ def load_model(config: EngineConfig, card: Card | None = None) -> LoadedModel:
 def _on_cpu(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
     spec = checkpoint.spec
     # Again after the weights, when what is left is known.
-    plan_memory(
-        spec, dtype, config, available_memory(), weights=weight_bytes(spec, dtype, config)
-    )
+    plan_memory(spec, dtype, config, available_memory(), weights=weight_bytes(spec, dtype, config))
     tokenizer = Tokenizer.from_path(config.model)
     model = _weights(config, checkpoint, dtype, CPU)
     give_back_freed()

@@ -15,7 +15,11 @@ from torch import Tensor
 Array = npt.NDArray[np.generic]
 # Sections begin at multiples of so many words, as vectors of a kernel's loads do.
 ALIGNMENT = 16
-DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
+DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+}
 
 
 class Layout:

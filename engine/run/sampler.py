@@ -48,7 +48,9 @@ class Sampler:
         finite = logits.sum(-1).isfinite()
         if not bool(finite.all()):
             logits = torch.where(finite[:, None], logits, 0.0)
-        raw = logits.clone() if any(map(reshapes, sequences)) and any(map(asks_logprobs, sequences)) else logits
+        raw = (
+            logits.clone() if any(map(reshapes, sequences)) and any(map(asks_logprobs, sequences)) else logits
+        )
         self.shape(logits, sequences)
         tokens = _choose(logits, sequences)
         logprobs = _logprobs(raw, tokens, sequences)
@@ -200,6 +202,8 @@ def read_logprobs(
 ) -> list[TokenLogprob]:
     """Of each row in `wanted`, from what sample.token_logprobs gives of them."""
     return [
-        TokenLogprob(token, float(own[j]), tuple(zip(ids[j, :top].tolist(), values[j, :top].tolist(), strict=True)))
+        TokenLogprob(
+            token, float(own[j]), tuple(zip(ids[j, :top].tolist(), values[j, :top].tolist(), strict=True))
+        )
         for j, (token, top) in enumerate(zip(chosen, wanted.values(), strict=True))
     ]

@@ -67,7 +67,7 @@ class SimulatedCard:
         return _SimulatedFetch([tensor.clone() for tensor in tensors], sent)
 
     def capture(self, work: Callable[[], None], pool: object) -> Graph:
-        with _NoWaiting():
+        with _NoWaiting():  # type: ignore[no-untyped-call]
             work()
         return _SimulatedGraph(self, work)
 
@@ -92,11 +92,11 @@ class _SimulatedGraph:
 
     def replay(self) -> None:
         self._card.replays += 1
-        with _NoWaiting():
+        with _NoWaiting():  # type: ignore[no-untyped-call]
             self._work()
 
 
-class _NoWaiting(TorchDispatchMode):
+class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, an operation that would have the host wait for the device is an error."""
 
     def __torch_dispatch__(

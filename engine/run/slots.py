@@ -81,7 +81,10 @@ class Slots:
         found = {
             name: np.array(column, kind) for (name, kind), column in zip(HEADER.items(), columns, strict=True)
         }
-        return found | {"block_places": np.array(places, np.int64), "block_values": np.array(values, np.int32)}
+        return found | {
+            "block_places": np.array(places, np.int64),
+            "block_values": np.array(values, np.int32),
+        }
 
     def told(self, rows: Many[tuple[Sequence, int]]) -> None:
         """The table has been told."""

@@ -116,8 +116,8 @@ class Scheduler:
             seq.num_unread_tokens += batch.samples(i)
 
     def advance(self, batch: Batch, finite: Iterable[bool]) -> None:
-        """The oldest batch has run; who has drawn a token is to be given it now. Only rows with finite results
-        have computed anything: the others' memory is never published, and they are to be removed."""
+        """The oldest batch has run; who has drawn a token is to be given it now. Only rows with finite
+        results have computed anything: the others' memory is never published, and they are to be removed."""
         self._num_unread -= 1
         for i, (seq, good) in enumerate(zip(batch.sequences, finite, strict=True)):
             seq.num_unread_steps -= 1

@@ -63,9 +63,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner(decoder, storage, Sampler(frozenset()))
 
 
-def engine_over(
-    runner: Runner, num_blocks: int, budget: int, seqs: int, switches: dict[str, bool]
-) -> Engine:
+def engine_over(runner: Runner, num_blocks: int, budget: int, seqs: int, switches: dict[str, bool]) -> Engine:
     info = ModelInfo("tiny", "", "", "float32", "cpu", CONTEXT, VOCAB, num_blocks, num_blocks * 16)
     limits = SchedulerConfig(num_blocks, CONTEXT, max_num_tokens=budget, max_num_seqs=seqs, **switches)
     return Engine(runner, FakeTokenizer(), info, limits)  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from pagemill.engine.run.simulated_card import SimulatedCard
 from pagemill.engine.weights.load import load_weights, open_checkpoint
 from pagemill.kernels.choice import triton_everywhere
 
-pytest.importorskip("triton")
+# numpy's, which interprets kernels: rows that fill a graph up are any numbers, NaN too.
+pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 VOCAB, CONTEXT, BLOCKS, ROWS = 97, 128, 24, 3
 STEM = [1 + (7 * i) % (VOCAB - 1) for i in range(70)]
 
