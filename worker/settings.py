@@ -55,10 +55,16 @@ class WorkerSettings(ClientSettings):
     worker_id: str = Field(default_factory=default_worker_id, description="how this worker signs leases")
 
     engine: Literal["native", "simulated"] = Field("native", description="simulated: load and chaos runs")
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: Literal["auto", "cpu"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$", description="auto takes a card where there is one"
+    )
     quantization: Literal["int8"] | None = Field(None, description="int8: dense layers in 8-bit integers")
-    kv_cache_gb: float = Field(1.0, gt=0, description="memory for keys and values")
+    kv_cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="memory for keys and values; by default 1 on a CPU, what is left on a card",
+    )
     context: int | None = Field(None, ge=1, description="hold less than the model's own context")
     threads: int | None = Field(None, ge=1, description="threads of the engine's arithmetic")
     max_num_seqs: int | None = Field(None, ge=1, description="rows in one step of the engine")

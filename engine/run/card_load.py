@@ -70,14 +70,15 @@ def measure_steps(model: Model, dtype: torch.dtype, config: EngineConfig, card: 
     rows = min(rows, tokens)
     longest = min(-(-tokens // rows), model.spec.context - 1)
     # All rows over the same blocks: what they hold does not matter here.
-    storage = storage_of(model.spec, -(-longest // BLOCK_SIZE), dtype, card.device)
+    blocks = -(-longest // BLOCK_SIZE)
+    storage = storage_of(model.spec, blocks, dtype, card.device)
     runner = CardRunner(
         model, storage, Sampler(frozenset(), lambda tensor: put(card, tensor)), card,
         max_rows=rows, context=longest + 1, share_prefixes=config.shared_prefix_attention, graphs=False,
     )  # fmt: skip
 
     def step(length: int) -> None:
-        batch = Batch(*_rows(rows, length, storage.num_blocks))
+        batch = Batch(*_rows(rows, length, blocks))
         runner.begin(batch)()
         for row in batch.sequences:
             row.status = Status.FINISHED

@@ -41,7 +41,8 @@ def choose_card(device: str, look: Callable[[], Look] = look) -> Card | None:
     if not seen.cards:
         raise EngineError(
             f"device {device}: torch sees no CUDA device ({seen.problem or 'and gives no reason'}). "
-            "nvidia-smi must list one here; a container needs --gpus all, and CUDA_VISIBLE_DEVICES must not hide it."
+            "nvidia-smi must list one here; a container needs --gpus all, and CUDA_VISIBLE_DEVICES must not "
+            "hide it."
         )
     if index >= len(seen.cards):
         there = ", ".join(f"cuda:{card.index} ({card.name})" for card in seen.cards)

@@ -66,6 +66,7 @@ class Slots:
         values: list[int] = []
         for seq, length in rows:
             line, sent = self._line(seq), 0
+            assert len(seq.block_table) <= self._width, "A row has more blocks than a line of the table."
             if line.length != length:
                 assert not seq.num_unread_tokens, "The table has lost a token that only it knows."
                 noise = noise_base(seq.request.seed, seq.request.sampling.sample)
