@@ -5,7 +5,6 @@ Knows numbers and names only. It may not load anything, nor look at the machine.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ DEFAULT_NUM_TOKENS = 512
 DEFAULT_NUM_SEQS = 64
 # Of key-value memory on CPU, in GiB; on a card it is all that is left.
 DEFAULT_KV_GB = 1.0
+MOST_KV_CACHE_GB = 1 << 20  # a pebibyte: more is a slip, and beyond 1e299 no number of bytes
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
@@ -80,8 +80,10 @@ class EngineConfig:
             if value is not None and value < 1:
                 raise EngineError(f"{name} must be at least 1, not {value}.")
         # How little is too little depends on the model, so that the sentence about it is memory.py's.
-        if self.kv_cache_gb is not None and not math.isfinite(self.kv_cache_gb):
-            raise EngineError(f"kv_cache_gb must be a number, not {self.kv_cache_gb}.")
+        if self.kv_cache_gb is not None and not abs(self.kv_cache_gb) <= MOST_KV_CACHE_GB:  # nor is NaN
+            raise EngineError(
+                f"kv_cache_gb must be a number up to {MOST_KV_CACHE_GB}, not {self.kv_cache_gb}."
+            )
         if self.dtype not in DTYPES:
             raise EngineError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}.")
         if not DEVICES.fullmatch(self.device):

@@ -20,6 +20,7 @@ from pagemill.worker.settings import WorkerSettings
 if TYPE_CHECKING:
     from pagemill.engine.run.preview import Preview, Sizes
 
+COLUMNS = ("family", "covers", "architectures", "loaders")
 OTHERS = (
     "Any other causal language model of transformers runs through its own code, slower and without int8, if "
     "its attention works on keys and values of earlier tokens alone; `pagemill models PATH` says whether it "
@@ -79,16 +80,17 @@ def document(found: Preview) -> dict[str, Any]:
 
 
 def print_families() -> None:
-    """A family a line, then the others in words."""
+    """A family a line under a head, then the others in words."""
     known = families()
     if not sys.stdout.isatty():
+        print(*COLUMNS, sep="\t")
         for family in known["families"]:
             names = [*family["architectures"], *(f"gguf:{name}" for name in family["gguf_architectures"])]
             print(family["family"], family["covers"], ",".join(names), ",".join(family["loaders"]), sep="\t")
         print(known["others"])
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("family", "covers", "architectures", "loaders"):
+    for column in COLUMNS:
         table.add_column(column, overflow="fold")
     for family in known["families"]:
         shown = ", ".join(family["architectures"])
@@ -100,8 +102,8 @@ def print_families() -> None:
     console.print(Text(f"\n{known['others']}"))
 
 
-def print_preview(found: Preview) -> None:
-    """One model, a field a line."""
+def print_preview(found: Preview, kv_cache_gb: float) -> None:
+    """One model, a field a line. kv_cache_gb: the budget that it was looked at with."""
     how = {
         "family": f"by our own decoder, family {found.found.family}",
         "fallback": "through the code of transformers, which is slower",
@@ -114,7 +116,7 @@ def print_preview(found: Preview) -> None:
         "runs": how if found.runs or found.found.how == "refused" else f"not like this (else {how})",
         "numbers": numbers,
         **(_sizes(found.sizes) if found.sizes else {}),
-        "fits": _fits(found),
+        "fits": _fits(found, kv_cache_gb),
         "chat template": {True: "yes", False: "none; rows need prompt, not messages", None: ""}[
             found.chat_template
         ],
@@ -137,8 +139,11 @@ def _sizes(sizes: Sizes) -> dict[str, str]:
     }
 
 
-def _fits(found: Preview) -> str:
+def _fits(found: Preview, kv_cache_gb: float) -> str:
     if found.context is None or found.kv_tokens is None:
         return ""
     rows = found.kv_tokens / found.context
-    return f"{found.kv_tokens:,} tokens of keys and values, {rows:.1f} rows of {found.context:,}"
+    return (
+        f"{found.kv_tokens:,} tokens in {kv_cache_gb:g} GiB of keys and values (--kv-cache-gb), "
+        f"{rows:.1f} rows of {found.context:,}"
+    )

@@ -81,8 +81,8 @@ class EngineInfo:
 
     def described(self) -> str:
         return (
-            f"{self.model}, {self.dtype} on {self.device}, context {self.context}, "
-            f"{self.kv_tokens} tokens of KV, loaded in {self.load_seconds:.1f} s"
+            f"model {self.model} loaded in {self.load_seconds:.1f} s, {self.dtype} on {self.device}, "
+            f"context {self.context}, {self.kv_tokens} tokens of KV"
         )
 
 
@@ -100,11 +100,15 @@ class EngineHealth:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A row that holds a credit. sink is None once nobody wants its completion."""
+    """A row that holds a credit. sink is None once nobody wants its completion.
+
+    recalled: its sink is told how the row left the engine, which may be unfinished.
+    """
 
     line: bytes
     sink: Sink | None
     sent: bool = False
+    recalled: bool = False
 
 
 class EngineHost:
@@ -183,6 +187,22 @@ class EngineHost:
         if sent and self._child is not None:
             self._child.tell({"op": "abort", "rids": sent})
 
+    def recall(self, rids: Iterable[str]) -> None:
+        """Take rows back unless they are finished: each sink is called as ever, with the completion or, where
+        there is none, with the status "aborted". At once for rows that have not been sent down."""
+        sent = []
+        for rid in rids:
+            row = self._rows.get(rid)
+            if row is None or row.recalled:
+                continue
+            row.recalled = True
+            if row.sent:
+                sent.append(rid)
+            else:
+                self._deliver({"rid": rid, "status": "aborted"})
+        if sent and self._child is not None:
+            self._child.tell({"op": "abort", "rids": sent})
+
     def under_way(self) -> set[str]:
         """Ids of the rows in the engine's running step; those of no step can be taken back for nothing."""
         return self._child.suspects() if self._child is not None and self._up else set()
@@ -242,6 +262,8 @@ class EngineHost:
         self._child = child = EngineProcess(self._on_data, self._on_control)
         self._fruitful, self._figures = False, {}
         self._loaded = asyncio.get_running_loop().create_future()
+        start = self._config.start
+        log.info("loading model %s from %s", start.get("model"), start.get("model_source"))
         try:
             await child.start(
                 {"op": "start", "rows": self._config.rows, **self._config.start}, dict(self._config.env)
@@ -279,7 +301,7 @@ class EngineHost:
         if message["op"] == "failed":
             return str(message["message"])
         self._info = info = EngineInfo(**{name: message[name] for name in EngineInfo.__slots__})
-        log.info("engine ready: pid %d, %s", child.pid, info.described())
+        log.info("engine ready: %s, process %d", info.described(), child.pid)
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_result(info)
@@ -323,6 +345,8 @@ class EngineHost:
         for row in self._rows.values():
             row.sent = False
         noted = child.suspects()
+        for rid in [rid for rid, row in self._rows.items() if row.recalled]:
+            self._deliver({"rid": rid, "status": "aborted"})
         if CANARY["rid"] in noted:
             self._canary_deaths += 1
             if self._canary_deaths >= DEATHS_ALONE:
@@ -399,7 +423,7 @@ class EngineHost:
         row = self._rows.get(rid)
         if row is None:
             return
-        if message["status"] == "aborted" and row.sink is not None:
+        if message["status"] == "aborted" and row.sink is not None and not row.recalled:
             # An abort of an earlier row of that id, which had ended when the abort came down.
             row.sent = False
             self._send(rid)

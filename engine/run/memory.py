@@ -140,12 +140,22 @@ def _would_fit(spec: ModelSpec, blocks: int, one: int, available: int) -> str:
             f"; {size_text(available)} are free, which leaves no key-value memory: the largest context that "
             "fits is 0 tokens"
         )
-    # Rounded down, so that what it names does fit.
-    most = int(blocks * one / GIB * 1000) / 1000
     return (
-        f"; {size_text(available)} are free, so that key-value memory of {size_text(blocks * one)} fits "
-        f"(kv_cache_gb {most:g}) and the largest context that fits is {_context_in(blocks, spec)} tokens"
+        f"; {size_text(available)} are free, so that kv_cache_gb {budget_text(blocks, one)} fits, and the "
+        f"largest context that fits is {_context_in(blocks, spec)} tokens"
     )
+
+
+def budget_text(blocks: int, one: int) -> str:
+    """A kv_cache_gb for nearly so many blocks of `one` bytes and never more: typed back in, it fits."""
+    digits = 3
+    while True:
+        figures = str(blocks * one * 10**digits // GIB).rjust(digits + 1, "0")  # rounded down
+        text = f"{figures[:-digits]}.{figures[-digits:]}"
+        # A binary fraction of 30 places has as many decimal ones, so that this ends.
+        if float(text) * GIB // one >= blocks - blocks // 100:
+            return text.rstrip("0").rstrip(".")
+        digits += 1
 
 
 def _check_context(spec: ModelSpec, context: int, blocks: int, one: int, budget: str) -> None:
