@@ -314,7 +314,7 @@ def models(
     if as_json:
         render.print_json(catalogue.document(found))
     else:
-        catalogue.print_preview(found, settings.kv_cache_gb)
+        catalogue.print_preview(found)
     return 0 if found.runs else ModelError.exit_code
 
 
