@@ -153,10 +153,12 @@ class Late:
             assert len(tokens) == seq.num_unread_tokens
             seq.token_ids += tokens
             seq.num_unread_tokens = 0
-        result = self.runner.begin(batch)()
-        for seq, tokens in drawn.items():
-            seq.num_unread_tokens = len(tokens)
-            del seq.token_ids[len(seq.token_ids) - len(tokens) :]
+        try:
+            result = self.runner.begin(batch)()
+        finally:
+            for seq, tokens in drawn.items():
+                seq.num_unread_tokens = len(tokens)
+                del seq.token_ids[len(seq.token_ids) - len(tokens) :]
         self.unread.append((batch, result))
         return lambda: self._read(batch)
 
