@@ -132,11 +132,14 @@ class CardRunner:
             with self.card.active(), torch.inference_mode():
                 return self._begin(batch, started)
         except torch.OutOfMemoryError as error:
-            # What was sent may be on its way still, and its words are to be written anew.
+            reason = " ".join(str(error).split())
+        # Out here nothing holds the tensors of the step any more. What was sent may be on its way still, and
+        # its words are to be written anew.
+        with self.card.active():
             self.card.fetch([]).wait()
             self._turn = turn
             self.card.give_back_freed()
-            raise StepTooLarge(" ".join(str(error).split())) from error
+        raise StepTooLarge(reason)
 
     def _begin(self, batch: Batch, started: float) -> ReadResult:
         drawing = _drawing(batch)
