@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pagemill.kernels import attention_cpu, attention_torch
 from pagemill.kernels.cache_write import read_scaled
+from pagemill.kernels.choice import takes_triton
 from pagemill.kernels.eight_bits import LARGEST
 from pagemill.kernels.packed_rows import PackedRows
 
@@ -69,8 +70,8 @@ def paged_attention(
         raise ValueError(f"softcap must be above 0, not {softcap}")
     if (layer.dtype in LARGEST) != (scales is not None):
         raise ValueError(f"a memory of 8 bits has scales, and no other has; this one is {layer.dtype}")
-    if layer.is_cuda:
-        return _on_cuda()(query, layer, rows, scale, window=window, softcap=softcap, scales=scales)
+    if takes_triton(layer):
+        return _in_triton()(query, layer, rows, scale, window=window, softcap=softcap, scales=scales)
     if scales is not None:
         layer = read_scaled(layer, scales, query.shape[2]).to(query.dtype)
     attend = _on_cpu(query.shape[2], query.dtype, layer.dtype)
@@ -78,7 +79,7 @@ def paged_attention(
 
 
 @cache
-def _on_cuda() -> Callable[..., Tensor]:
+def _in_triton() -> Callable[..., Tensor]:
     # Here and not above: builds of torch for CPU bring no Triton.
     from pagemill.kernels import attention_triton
 

@@ -102,8 +102,8 @@ def print_families() -> None:
     console.print(Text(f"\n{known['others']}"))
 
 
-def print_preview(found: Preview, kv_cache_gb: float) -> None:
-    """One model, a field a line. kv_cache_gb: the budget that it was looked at with."""
+def print_preview(found: Preview) -> None:
+    """One model, a field a line."""
     how = {
         "family": f"by our own decoder, family {found.found.family}",
         "fallback": "through the code of transformers, which is slower",
@@ -116,7 +116,7 @@ def print_preview(found: Preview, kv_cache_gb: float) -> None:
         "runs": how if found.runs or found.found.how == "refused" else f"not like this (else {how})",
         "numbers": numbers,
         **(_sizes(found.sizes) if found.sizes else {}),
-        "fits": _fits(found, kv_cache_gb),
+        "fits": _fits(found),
         "chat template": {True: "yes", False: "none; rows need prompt, not messages", None: ""}[
             found.chat_template
         ],
@@ -139,11 +139,13 @@ def _sizes(sizes: Sizes) -> dict[str, str]:
     }
 
 
-def _fits(found: Preview, kv_cache_gb: float) -> str:
-    if found.context is None or found.kv_tokens is None:
+def _fits(found: Preview) -> str:
+    if found.context is None or found.kv_tokens is None or found.sizes is None:
         return ""
+    # As asked for: whole blocks are a little less.
+    gib = round(found.kv_tokens * found.sizes.kv_token_bytes / (1 << 30), 2)
     rows = found.kv_tokens / found.context
     return (
-        f"{found.kv_tokens:,} tokens in {kv_cache_gb:g} GiB of keys and values (--kv-cache-gb), "
+        f"{found.kv_tokens:,} tokens in {gib:.4g} GiB of keys and values (--kv-cache-gb), "
         f"{rows:.1f} rows of {found.context:,}"
     )

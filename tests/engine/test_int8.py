@@ -73,7 +73,7 @@ def test_a_row_without_finite_numbers_ends_alone(directory: Path) -> None:
     bad = next(token for token in range(VOCABULARY) if token not in used)
     for number in (torch.inf, torch.nan):
         hurt = engine(directory)
-        hurt._runner.decoder.embedding[bad] = number  # type: ignore[attr-defined]
+        hurt.runner.decoder.embedding[bad] = number  # type: ignore[attr-defined]
         done = run(hurt, [request("broken", [3, bad, 4], 5, temperature=0.0), *rows()])
         assert done.pop("broken").error_code == "numeric_error"
         assert tokens(done) == clean

@@ -234,11 +234,11 @@ def test_a_file_that_cannot_be_run_fails_with_the_reason(start: Start, prompts: 
             "--kv-cache-gb must be a number above 0 and up to 1,048,576, not -1.0",
         ),
         (
-            ["{file}", "-o", "out", "--dtype", "float16"],
+            ["{file}", "-o", "out", "--dtype", "int4"],
             2,
-            '--dtype must be auto, float32 or bfloat16, not "float16"',
+            '--dtype must be auto, float32, bfloat16 or float16, not "int4"',
         ),
-        (["{file}", "-o", "out", "--device", "cuda"], 2, '--device must be auto or cpu, not "cuda"'),
+        (["{file}", "-o", "out", "--device", "tpu"], 2, "--device: it must be auto, cpu, cuda or cuda:N"),
         (
             ["{file}", "-o", "out", "--quantization", "int4"],
             2,
@@ -323,7 +323,7 @@ def test_a_worker_serves_until_it_is_told_to_leave(
         (["--log-level", "loud"], 2, "--log-level"),
         (["--redis-url", "localhost"], 2, "--redis-url"),
         (["--dtype", "fp8"], 2, "--dtype"),
-        (["--device", "cuda:0"], 2, "--device"),
+        (["--device", "gpu:0"], 2, "--device"),
     ],
 )
 def test_bad_options_of_a_worker_are_one_sentence(here: Here, words: list[str], code: int, said: str) -> None:

@@ -17,7 +17,7 @@ def computed(pool: BlockPool, cache: PrefixCache, seq: Sequence, count: int) -> 
     """The row with its first `count` tokens computed and published."""
     seq.block_table = pool.take(-(-count // 16))
     seq.num_computed_tokens = count
-    cache.publish(seq, 0)
+    cache.publish(seq, 0, count)
     return seq
 
 
@@ -69,11 +69,11 @@ def test_blocks_are_published_as_steps_fill_them() -> None:
     seq = row(prompt(40))
     seq.block_table = pool.take(3)
     seq.num_computed_tokens = 10
-    assert cache.publish(seq, 0) == []
+    assert cache.publish(seq, 0, 10) == []
     seq.num_computed_tokens = 33
-    assert cache.publish(seq, 10) == seq.block_hashes[:2]
+    assert cache.publish(seq, 10, 33) == seq.block_hashes[:2]
     seq.num_computed_tokens = 40
-    assert cache.publish(seq, 33) == []
+    assert cache.publish(seq, 33, 40) == []
 
 
 def test_a_cache_switched_off_finds_and_publishes_nothing() -> None:

@@ -33,6 +33,7 @@ class Steps:
 
     def step(self) -> Batch:
         batch = self.scheduler.schedule()
+        self.scheduler.begun(batch)
         self.scheduler.advance(batch, [True] * len(batch.sequences))
         for seq in batch.sequences:
             if seq.num_uncomputed_tokens == 0:

@@ -13,7 +13,14 @@ from paged_step import Row, Step, make_step
 from torch import Tensor
 
 from pagemill.kernels import attention_triton
-from pagemill.kernels.attention_triton import DevicePlan, kind_of, paged_attention, plan_rows
+from pagemill.kernels.attention_triton import (
+    DevicePlan,
+    kind_of,
+    paged_attention,
+    plan_rows,
+    plan_to_words,
+    plan_words,
+)
 from pagemill.kernels.attention_triton_plan import SPLIT, Sizes
 from pagemill.kernels.cache_write import keys_of, read_scaled, values_of
 from pagemill.kernels.packed_rows import PackedRows
@@ -199,23 +206,41 @@ def test_memory_of_8_bits_with_a_scale_a_token(
 
 def test_a_plan_larger_than_its_steps_is_filled_again(device: torch.device) -> None:
     """As a captured graph has it: sizes of the largest step, and whatever the one before has left."""
-    plan = DevicePlan(Sizes(40, 8, 12, 6, 40, 400), device)
+    sizes = Sizes(40, 8, 12, 6, 40, 400)
+    words = torch.empty(plan_words(sizes), dtype=torch.int32, device=device)
+    plan = DevicePlan(sizes, words)
     for rows in (
         [Row(600 + i, shared=32) for i in range(10)] + [Row(50, new=40, prompt=1)],
         [Row(20), Row(300)],
         MIXED,
     ):
         step = make_step(rows, dtype=torch.float16, group=4)
-        plan.fill(plan_rows(step.packed(), 4, kind_of(step.query, step.layer), None))
+        planned = plan_rows(step.packed(), 4, kind_of(step.query, step.layer), None)
+        words.copy_(torch.from_numpy(plan_to_words(planned, sizes)))
         layer = step.layer.to(device)
         found = attention_triton.attend(step.query.to(device), layer, plan, step.scale).cpu()
         torch.testing.assert_close(found.float(), step.expected(), rtol=3e-3, atol=3e-3)
 
 
-def test_a_step_larger_than_its_plan_is_refused(device: torch.device) -> None:
-    plan, step = DevicePlan(Sizes(1, 0, 1, 0, 0, 4), device), make_step([Row(20), Row(20)])
+@pytest.mark.usefixtures("rows_one_by_one")
+@pytest.mark.parametrize("window", [None, 30])
+def test_as_runs_a_token_has_the_same_bits_alone_and_in_any_run(
+    device: torch.device, window: int | None
+) -> None:
+    whole = make_step([Row(300, new=90)], dtype=torch.float32)
+    expected = run(whole, device, window=window)
+    query, layer, table = whole.query.to(device), whole.layer.to(device), whole.packed().block_tables[0]
+    for begin, end in ((0, 1), (89, 90), (17, 60)):
+        rows = PackedRows([end - begin], [210 + end], [table], as_runs=True)
+        found = paged_attention(query[begin:end], layer, rows, whole.scale, window=window).cpu()
+        assert torch.equal(found, expected[begin:end])
+
+
+def test_a_step_larger_than_its_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        plan.fill(plan_rows(step.packed(), 2, kind_of(step.query, step.layer), None))
+        step = make_step([Row(20), Row(20)])
+        plan = plan_rows(step.packed(), 2, kind_of(step.query, step.layer), None)
+        plan_to_words(plan, Sizes(1, 0, 1, 0, 0, 4))
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(24, 2), (272, 2), (16, 17)])
