@@ -1,0 +1,113 @@
+"""From options to an exit status: which parts there are, in which order they run, and what is printed of them."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import platform
+import shlex
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+import triton
+
+from gpu_check import (
+    ceilings,
+    check_attention,
+    check_linear,
+    check_sample,
+    check_small,
+    report,
+    speeds,
+)
+from gpu_check.case import check_all
+from gpu_check.fault import Fault
+from gpu_check.record import Findings
+from gpu_check.run import Part, run_parts
+from gpu_check.setting import Setting
+
+LEAST = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 16)}
+
+
+def _kernels(setting: Setting) -> Findings:
+    rooms = (check_attention, check_small, check_sample, check_linear)
+    return check_all(itertools.chain.from_iterable(room.cases(setting) for room in rooms), setting)
+
+
+PARTS = (
+    Part("kernels", "Kernels against float64", _kernels, 120, timed=False, cut=True),
+    Part("ceilings", "What this card gives at best", ceilings.run, 30),
+    Part("speeds", "Kernels against these ceilings", speeds.run, 60),
+)
+
+
+def check_this_machine(options: argparse.Namespace) -> int:
+    if options.list:
+        print("\n".join(f"{part.name:24}{part.seconds:4.0f} s  {part.title}" for part in PARTS))
+        return 0
+    known = {part.name: part for part in PARTS}
+    if unknown := [name for name in options.part if name not in known]:
+        print(f"gpu-check knows {', '.join(known)}, not {unknown[0]}", file=sys.stderr)
+        return 2
+    if reason := _unfit(options):
+        print(f"gpu-check: {reason}", file=sys.stderr)
+        return 2
+    try:
+        fault = Fault.parse(options.fault) if options.fault else None
+    except ValueError as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return 2
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    setting = Setting(device, options.dry_run, options.seed, fault=fault)
+    # What is measured alone has nothing to compare with: ceilings go before any of it.
+    chosen = [known[name] for name in known if not options.part or name in options.part]
+    started = time.monotonic()
+    found = run_parts(chosen, setting, lambda line: print(line, file=sys.stderr, flush=True))
+    print(f"{shlex.join(options.command)} (seed {options.seed})")
+    print(report.table(found, {part.name: part.title for part in PARTS}, dry=options.dry_run))
+    if options.json:
+        head = {
+            "command": shlex.join(options.command),
+            "seed": options.seed,
+            "dry": options.dry_run,
+            "seconds": round(time.monotonic() - started, 1),
+            "machine": _machine(),
+        }
+        report.save(options.json, head, found)
+    return 0 if all(findings.ok for findings in found.values()) else 1
+
+
+def _unfit(options: argparse.Namespace) -> str | None:
+    for library in (torch, triton, transformers):
+        name, version = library.__name__, library.__version__
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+        if numbers < LEAST[name]:
+            least = ".".join(map(str, LEAST[name]))
+            return f"{name} is {version}, and {least} or newer is needed"
+    # Asks the driver's library and starts nothing: a process that has touched the device cannot be forked.
+    if not options.dry_run and not torch.cuda.device_count():
+        return "torch sees no CUDA device; --dry-run goes through everything without one"
+    return None
+
+
+def _machine() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+    }
+    # All parts are done, so that the device may be touched.
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        found |= {
+            "card": card.name,
+            "memory_gib": round(card.total_memory / 2**30, 1),
+            "capability": f"{card.major}.{card.minor}",
+            "multiprocessors": card.multi_processor_count,
+        }
+    return found
