@@ -33,6 +33,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dry-run", action="store_true", help="everything on the CPU: tiny shapes, interpreted kernels")
     add("--part", action="append", default=[], help="only this one; may be repeated. All: --list")
+    add("--only", default="", metavar="TEXT", help="only checks and figures with this in their name")
     add("--list", action="store_true", help="the parts, and what each may take")
     add("--json", type=Path, help="also write everything here")
     add("--seed", type=int, help="of the random data; a new one each time unless told")

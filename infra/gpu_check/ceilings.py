@@ -7,7 +7,7 @@ square matrices. Data sheets promise more of both, and zeros would be multiplied
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ SIZES = (4096, 8192)
 FP8 = torch.float8_e4m3fn
 
 
-def run(setting: Setting) -> Findings:
+def run(setting: Setting, findings: Findings) -> None:
     """facts: bandwidth in bytes/s as `copy` and `read`, peaks in operations/s by the name of a dtype."""
-    findings = Findings()
     random = setting.generator("ceilings")
     for name, measure in (("copy", _copy), ("read", _read)):
         rates = [measure(setting, size) for size in ((1 << 16,) if setting.dry else COPY_BYTES)]
@@ -40,7 +39,6 @@ def run(setting: Setting) -> Findings:
         rate = 2 * size**3 / time.seconds
         findings.facts[name] = max(rate, findings.facts.get(name, 0.0))
         findings.figures.append(_figure(f"peak, {name} {size}", rate / 1e12, "TFLOP/s", time))
-    return findings
 
 
 def _figure(name: str, value: float, unit: str, time: Time) -> Figure:
@@ -72,5 +70,5 @@ def _products(setting: Setting, random: torch.Generator) -> Iterator[tuple[str, 
         yield "int8", lambda pair=whole: torch._int_mm(pair[0], pair[1].T), size
         small = left.to(FP8), right.to(FP8)
         one = torch.ones((), device=random.device)
-        options: dict[str, Any] = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
-        yield "e4m3", lambda pair=small: torch._scaled_mm(pair[0], pair[1].T, **options), size
+        scaled = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        yield "e4m3", partial(scaled, small[0], small[1].T), size

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 def cases(setting: Setting) -> Iterator[Case]:
     widths = (96,) if setting.dry else (7, 96, 576, 4096, 14336)
-    for dtype in (torch.float32, *setting.dtypes):
+    for dtype in setting.all_dtypes:
         for width in widths:
             yield _rotated(dtype, width)
             yield _rounded(dtype, width)

@@ -25,7 +25,7 @@ BLOCK = 16
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for dtype in (torch.float32, *setting.dtypes):
+    for dtype in setting.all_dtypes:
         widths = (40,) if setting.dry else (64, 577, 2304, 4096, 8192)
         for width in widths:
             for wide in (False, True):

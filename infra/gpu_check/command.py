@@ -15,11 +15,14 @@ import transformers
 import triton
 
 from gpu_check import (
+    attention_speed,
     ceilings,
     check_attention,
     check_linear,
     check_sample,
     check_small,
+    exactness,
+    offline,
     report,
     speeds,
 )
@@ -32,15 +35,31 @@ from gpu_check.setting import Setting
 LEAST = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 16)}
 
 
-def _kernels(setting: Setting) -> Findings:
+def _kernels(setting: Setting, findings: Findings) -> None:
     rooms = (check_attention, check_small, check_sample, check_linear)
-    return check_all(itertools.chain.from_iterable(room.cases(setting) for room in rooms), setting)
+    check_all(itertools.chain.from_iterable(room.cases(setting) for room in rooms), setting, findings)
 
 
 PARTS = (
-    Part("kernels", "Kernels against float64", _kernels, 120, timed=False, cut=True),
-    Part("ceilings", "What this card gives at best", ceilings.run, 30),
-    Part("speeds", "Kernels against these ceilings", speeds.run, 60),
+    Part("kernels", "Kernels against float64", _kernels, 100, timed=False, cut=True),
+    Part("exactness", "The engine's tokens", exactness.run, 100, timed=False, cut=True),
+    Part("ceilings", "What this card gives at best", ceilings.run, 20),
+    Part("speeds", "Kernels against these ceilings", speeds.run, 40),
+    Part("attention", "Attention against these ceilings, and torch's", attention_speed.run, 45),
+    Part(
+        "transformers-llama",
+        "transformers, Llama-3.1-8B",
+        lambda s, f: offline.theirs(s, f, offline.llama(s)),
+        70,
+    ),
+    Part("llama", "The engine, Llama-3.1-8B", lambda s, f: offline.ours(s, f, offline.llama(s)), 90),
+    Part(
+        "transformers-qwen",
+        "transformers, Qwen3-0.6B",
+        lambda s, f: offline.theirs(s, f, offline.qwen(s)),
+        40,
+    ),
+    Part("qwen", "The engine, Qwen3-0.6B", lambda s, f: offline.ours(s, f, offline.qwen(s)), 50),
 )
 
 
@@ -61,7 +80,7 @@ def check_this_machine(options: argparse.Namespace) -> int:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
     device = torch.device("cpu" if options.dry_run else "cuda")
-    setting = Setting(device, options.dry_run, options.seed, fault=fault)
+    setting = Setting(device, options.dry_run, options.seed, fault=fault, only=options.only)
     # What is measured alone has nothing to compare with: ceilings go before any of it.
     chosen = [known[name] for name in known if not options.part or name in options.part]
     started = time.monotonic()

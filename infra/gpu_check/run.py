@@ -23,7 +23,7 @@ import torch
 from gpu_check.record import Findings
 from gpu_check.setting import Setting
 
-Work = Callable[[Setting], Findings]
+Work = Callable[[Setting, Findings], None]
 # How long after its time a part has to come to an end by itself.
 GRACE = 15
 # A share that ends long after the others is not worth more of them.
@@ -115,17 +115,25 @@ class _Process:
 def _work(part: Part, setting: Setting, path: Path) -> None:
     started = time.monotonic()
     torch.manual_seed(setting.seed)
+    # What has been found by then is kept; where this cannot reach (a kernel that never ends) the process is
+    # killed a little later.
+    signal.signal(signal.SIGALRM, _time_is_up)
+    signal.setitimer(signal.ITIMER_REAL, max(0.1, setting.left))
+    findings = Findings()
     try:
-        findings = part.work(setting)
+        part.work(setting, findings)
     except Exception as error:
         traceback.print_exc()
         place = traceback.extract_tb(error.__traceback__)[-1]
         first = (str(error).strip().splitlines() or [""])[0][:300]
-        findings = Findings(
-            error=f"{type(error).__name__}: {first} ({Path(place.filename).name}:{place.lineno})"
-        )
+        findings.error = f"{type(error).__name__}: {first} ({Path(place.filename).name}:{place.lineno})"
+    signal.setitimer(signal.ITIMER_REAL, 0)
     findings.seconds = time.monotonic() - started
     # In one piece, or not at all.
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(findings.record()))
     partial.rename(path)
+
+
+def _time_is_up(number: int, frame: object) -> None:
+    raise TimeoutError("its time was up")

@@ -17,7 +17,8 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 @dataclass(frozen=True, slots=True)
 class Setting:
     """dry: shapes are tiny, nothing is timed twice, and no mark means anything. share: which of so many
-    processes this is, for parts that are cut. deadline: on the monotonic clock. facts: of earlier parts."""
+    processes this is, for parts that are cut. deadline: on the monotonic clock. facts: of earlier parts. only:
+    what the names of all that is done hold."""
 
     device: torch.device
     dry: bool
@@ -26,6 +27,11 @@ class Setting:
     deadline: float = float("inf")
     facts: dict[str, Any] = field(default_factory=dict)
     fault: Fault | None = None
+    only: str = ""
+
+    def wants(self, name: str) -> bool:
+        """Whether a check or figure of this name is to be made."""
+        return self.only in name
 
     def generator(self, name: str) -> torch.Generator:
         """Random numbers that hang on the run's seed and this name only, so that each part can run alone."""
@@ -46,3 +52,7 @@ class Setting:
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return (torch.float16,) if self.dry else (torch.bfloat16, torch.float16)
+
+    @property
+    def all_dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.dtypes if self.dry else (*self.dtypes, torch.float32)
