@@ -18,7 +18,7 @@ SECONDS = 0.25
 FLUSHED_BYTES = 256 << 20
 # Cycles for which the device sleeps before each run, so that all of its launches wait for it and not it for
 # them: what is timed is the kernels, not Python.
-SLEEP = 1_000_000
+SLEEP = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)

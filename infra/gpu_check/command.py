@@ -22,6 +22,7 @@ from gpu_check import (
     check_sample,
     check_small,
     exactness,
+    interpreter,
     offline,
     report,
     speeds,
@@ -79,10 +80,14 @@ def check_this_machine(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
+    if options.dry_run:
+        interpreter.mend()
     device = torch.device("cpu" if options.dry_run else "cuda")
     setting = Setting(device, options.dry_run, options.seed, fault=fault, only=options.only)
-    # What is measured alone has nothing to compare with: ceilings go before any of it.
     chosen = [known[name] for name in known if not options.part or name in options.part]
+    if any(part.timed for part in chosen) and known["ceilings"] not in chosen:
+        # Without them there is nothing to hold the others against.
+        chosen.insert(0, known["ceilings"])
     started = time.monotonic()
     found = run_parts(chosen, setting, lambda line: print(line, file=sys.stderr, flush=True))
     print(f"{shlex.join(options.command)} (seed {options.seed})")

@@ -71,7 +71,7 @@ def _one(found: Tensor, expected: Tensor, how: Tolerance) -> tuple[float, str]:
     share = float(shares.max())
     if share > 1:
         place = int(shares.argmax())
-        values = f"{float(mine.view(-1)[place]):.6g} is not {float(right.view(-1)[place]):.6g}"
+        values = f"{float(mine.reshape(-1)[place]):.6g} is not {float(right.reshape(-1)[place]):.6g}"
         return share, f"{int((shares > 1).sum())} of {mine.numel()} numbers are off, first {values}"
     norm, whole = float(off.norm()), float(right.norm())
     if norm > how.norm * whole:

@@ -98,7 +98,7 @@ def broken(fault: Fault | None, name: str) -> Iterator[Callable[[tuple[Tensor, .
 
 
 def _off_by_one(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    first = found[0].clone()
+    first = found[0].contiguous().clone()
     if first.numel():
         middle = first.view(-1)[first.numel() // 2 :][:1]
         middle.copy_((middle.float() + 1).to(first.dtype))
