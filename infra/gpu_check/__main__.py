@@ -1,4 +1,7 @@
-"""The command; `infra/gpu-check --help`. Ends with 1 when anything is wrong or was not done, whatever the marks."""
+"""The command; see `infra/gpu-check --help`.
+
+Ends with 1 when anything is wrong or was not done, and with 0 otherwise, whatever the marks.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpu_check.house import named_rooms
+
+BREAK = (
+    "breaks what has NAME in its name, to see that it is found; KIND: wrong (one number is off) or unwritten "
+    "(nothing is launched)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,8 +45,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--list", action="store_true", help="the parts, and what each may take")
     add("--json", type=Path, help="also write everything here")
     add("--seed", type=int, help="of the random data; a new one each time unless told")
-    add("--break", dest="fault", metavar="NAME:KIND", help="breaks checks with NAME in their name, to see that it "
-        "is found; KIND: wrong (one number is off) or unwritten (nothing is launched)")  # fmt: skip
+    add("--break", dest="fault", metavar="NAME:KIND", help=BREAK)
     options = parser.parse_args(arguments)
     if options.seed is None:
         options.seed = secrets.randbelow(2**31)

@@ -153,7 +153,7 @@ def _each(time: Time) -> Time:
 def _torch_times(
     step: Step, setting: Setting, made: Paged, query: Tensor, findings: Findings
 ) -> dict[str, Time]:
-    """Of each backend that takes these shapes; rows have one length, and as many new tokens as keys or one."""
+    """Of each backend that takes these shapes; rows are of one length, and all of it is new or one token."""
     rows, row = len(step.rows), step.rows[0]
     layers = []
     for layer in range(LAYERS):

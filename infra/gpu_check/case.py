@@ -1,4 +1,4 @@
-"""One thing to check: random inputs, the kernel over them, the reference over the same, and how near is right."""
+"""One thing to check: random inputs, the kernel over them, the reference over them, and how near is right."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Results = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """run: the kernel, anew at each call and on inputs of its own where it changes them. expected: the same by
-    other means. how: a tolerance for each result."""
+    """run: the kernel, anew at each call, and on inputs of its own where it changes them. expected: the same
+    by other means. how: a tolerance for each result."""
 
     run: Callable[[], Results]
     expected: Callable[[], Results]

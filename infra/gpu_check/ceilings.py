@@ -1,7 +1,7 @@
 """What this card gives at best, measured now and with random data: every share in the table is of these.
 
-Bandwidth is what a copy moves, reading and writing counted; peaks are the best rate of torch's own products of
-square matrices. Data sheets promise more of both, and zeros would be multiplied faster than numbers are.
+Bandwidth is what a copy moves, reading and writing counted; peaks are the best rate of torch's own products
+of square matrices. Data sheets promise more of both, and zeros would be multiplied faster than numbers are.
 """
 
 from __future__ import annotations

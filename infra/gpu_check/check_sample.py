@@ -83,8 +83,10 @@ def _tokens(vocabulary: int, spread: float, options: list[Mapping[str, float]]) 
 
 
 def shortfall(logits: Tensor, filters: tuple[Tensor, ...], tokens: Tensor) -> Tensor:
-    """How far each token's noisy score lies below the best that its filters keep, by the score's size, float64
-    [rows]; NaN for what is no token, infinite for one that the filters drop."""
+    """How far each token's noisy score lies below the best that its filters keep, by the score's size.
+
+    float64 [rows]; NaN for what is no token, infinite for one that the filters drop.
+    """
     temperature, top_k, top_p, min_p, keys = filters
     vocabulary = logits.shape[1]
     known = (tokens >= 0) & (tokens < vocabulary)

@@ -1,13 +1,15 @@
-"""From options to an exit status: which parts there are, in which order they run, and what is printed of them."""
+"""From options to an exit status: which parts there are, in which order they run, and what is printed."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import platform
 import shlex
 import sys
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -22,8 +24,8 @@ from gpu_check import (
     check_sample,
     check_small,
     exactness,
-    interpreter,
     offline,
+    rehearsal,
     report,
     speeds,
 )
@@ -80,8 +82,9 @@ def check_this_machine(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return 2
+    _hush(options)
     if options.dry_run:
-        interpreter.mend()
+        rehearsal.mend()
     device = torch.device("cpu" if options.dry_run else "cuda")
     setting = Setting(device, options.dry_run, options.seed, fault=fault, only=options.only)
     chosen = [known[name] for name in known if not options.part or name in options.part]
@@ -102,6 +105,15 @@ def check_this_machine(options: argparse.Namespace) -> int:
         }
         report.save(options.json, head, found)
     return 0 if all(findings.ok for findings in found.values()) else 1
+
+
+def _hush(options: argparse.Namespace) -> None:
+    """What libraries say beside the table: bars, that psutil is missing, that numbers overflow where a card
+    would say nothing."""
+    transformers.utils.logging.disable_progress_bar()
+    if options.dry_run:
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+        warnings.filterwarnings("ignore", module=r"triton\.runtime\.interpreter")
 
 
 def _unfit(options: argparse.Namespace) -> str | None:

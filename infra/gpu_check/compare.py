@@ -21,8 +21,8 @@ BY_FAR = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """|found - expected| <= absolute + relative * |expected| for each number, and ||found - expected|| <= norm
-    * ||expected|| for all. All zero: the same bits, but for NaN."""
+    """|found - expected| <= absolute + relative * |expected| for each number, and ||found - expected|| <=
+    norm * ||expected|| for all. All zero: the same bits, but for NaN."""
 
     relative: float = 0.0
     absolute: float = 0.0

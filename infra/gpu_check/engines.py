@@ -1,4 +1,4 @@
-"""Engines over the device that is checked, or over the rehearsal's, and the folders that they are built from."""
+"""Engines on the device that is checked, or on the rehearsal's, and folders that they are built from."""
 
 from __future__ import annotations
 
@@ -74,9 +74,8 @@ def config_of(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
 class RandomWeights:
     """Weights of a model that is on no disk, drawn on the device when they are asked for.
 
-    Normal numbers scaled so that activations neither grow nor fade from layer to layer: zeros, or numbers that
-    overflow, would be multiplied at another speed.
-    """
+    Normal numbers scaled so that activations neither grow nor fade from layer to layer: zeros, or numbers
+    that overflow, would be multiplied at another speed."""
 
     mapped = False
 
@@ -109,8 +108,8 @@ def _shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 def random_model(
     config: Mapping[str, Any], dtype: torch.dtype, random: torch.Generator, folder: Path
 ) -> Iterator[Path]:
-    """A folder that builds into an engine with random weights, while this lasts. All but where the numbers come
-    from is what happens to any model."""
+    """A folder that builds into an engine with random weights, while this lasts. All but where the numbers
+    come from is what happens to any model."""
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, int(config["vocab_size"]))
     family = family_of_config(config)

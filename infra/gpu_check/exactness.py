@@ -1,8 +1,8 @@
-"""The engine's tokens on the card: transformers' on the same card, and those of the CPU path, for every family.
+"""The engine's tokens on the card: transformers' there, and those of the CPU path, for every family.
 
-Tiny models with seeded random weights, spread widely, in float32. A token is right if transformers gives no other
-a logit that is higher by more than another order of summation can make: so every token of every row is looked
-at, and a near tie is no fault. However rows are scheduled, their tokens must be the same.
+Tiny models with seeded random weights, spread widely, in float32. A token is right if transformers gives no
+other a logit that is higher by more than another order of summation can make: so every token of every row
+is looked at, and a near tie is no fault. However rows are scheduled, their tokens must be the same.
 """
 
 from __future__ import annotations

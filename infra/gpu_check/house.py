@@ -1,4 +1,4 @@
-"""Gives `pagemill.kernels` and `pagemill.engine` their names where nothing is installed: a folder of links."""
+"""Gives pagemill.kernels and pagemill.engine their names where nothing is installed: a folder of links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOMS = ("kernels", "engine")
 
 @contextmanager
 def named_rooms() -> Iterator[Path]:
-    """While it lasts, the rooms of this checkout are imported, whatever else is installed under their name."""
+    """While it lasts the rooms of this checkout are imported, whatever is installed under their names."""
     with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
         package = Path(folder) / "pagemill"
         package.mkdir()

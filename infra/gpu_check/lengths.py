@@ -1,9 +1,9 @@
 """Lengths of 1,000 prompts and answers like those of conversations: most are short, a few are long.
 
-`lengths.csv` holds what `table()` makes; `python -m gpu_check.lengths` writes it anew. Prompts and answers follow
-log-normal distributions, cut at 1,024 tokens, whose means come out as in samples of ShareGPT: prompts of about 220
-tokens and answers of about 190. Quantiles in equal steps, and not draws, so that 1,000 rows have these means, and
-shuffled by a seed, so that a long prompt tells nothing of its answer.
+`lengths.csv` holds what `table()` makes; `python -m gpu_check.lengths` writes it anew. Prompts and answers
+follow log-normal distributions, cut at 1,024 tokens, whose means come out as in samples of ShareGPT:
+prompts of about 220 tokens and answers of about 190. Quantiles in equal steps, and not draws, so that 1,000
+rows have these means, and shuffled by a seed, so that a long prompt tells nothing of its answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Offline throughput of models of real shapes with random weights: 1,000 rows handed over at once.
 
-Lengths are those of `lengths.csv`, answers are greedy and end where the table says. Beside the roofline of the
-same run and transformers' continuous batching on the same card; and once more with a prefix before every prompt
-that is half of what a row reads, the same for all rows or each row's own, which is what sharing is worth.
+Lengths are those of `lengths.csv`, answers are greedy and end where the table says. Beside the roofline of
+the same run and transformers' continuous batching on the same card; and once more with a prefix before
+every prompt that is half of what a row reads, the same for all rows or each row's own, which is what
+sharing is worth.
 """
 
 from __future__ import annotations

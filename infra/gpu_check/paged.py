@@ -1,4 +1,4 @@
-"""Random keys and values in scattered blocks, NaN wherever no row has a token, and what attention over them is.
+"""Random keys and values in scattered blocks, NaN wherever no row has a token, and attention over them.
 
 The layout is that of kernels/cache_write.py, written out once more on purpose: what a kernel is compared with
 shares no code with it.
@@ -150,7 +150,7 @@ def attention(
     softcap: float | None = None,
     only: Sequence[int] | None = None,
 ) -> Tensor:
-    """In float64, row by row over dense keys. query [tokens, heads, head_dim]; only: of these rows, packed."""
+    """In float64, row by row over dense keys. query [tokens, heads, head_dim]; only: of these rows."""
     outs, start = [], 0
     for number, row in enumerate(made.rows):
         mine = query[start : start + row.new].double()

@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """name: kernel, shape and dtype. ok: whether it is right. error: the largest share of what is allowed that
-    a number was off by. detail: what is wrong with it, or how it was compared."""
+    """name: kernel, shape and dtype. ok: whether it is right. error: the largest share of what is allowed
+    that a number was off by. detail: what is wrong with it."""
 
     name: str
     ok: bool

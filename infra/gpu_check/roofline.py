@@ -1,9 +1,10 @@
 """The least time that rows can take on this card, from the ceilings measured in the same run.
 
-Kernels run one after another, so their least times add up. A step's dense layers take the longer of reading their
-weights and of multiplying; attention the longer of reading keys and values and of its own products. All rows decode
-together from the first step on, and a step has as many as have tokens left: nothing is charged for scheduling,
-norms, sampling or writing, and memory is without end. So no engine can beat it, and none will reach it.
+Kernels run one after another, so their least times add up. A step's dense layers take the longer of reading
+their weights and of multiplying; attention the longer of reading keys and values and of its own products.
+All rows decode together from the first step on, and a step has as many as have tokens left: nothing is
+charged for scheduling, norms, sampling or writing, and memory is without end. So no engine can beat it, and
+none will reach it.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def load_of(spec: DecoderSpec, bytes_each: int = 2) -> Load:
 
 
 def least_seconds(load: Load, rates: Rates, rows: Sequence[tuple[int, int]], shared: int = 0) -> float:
-    """rows: tokens of each prompt, and of its answer; the first `shared` of every prompt are the same, and are
-    computed, and read in each step, once."""
+    """rows: tokens of each prompt, and of its answer; the first `shared` of every prompt are the same, and
+    are computed, and read in each step, once."""
     return prefill_seconds(load, rates, rows, shared) + decode_seconds(load, rates, rows, shared)
 
 

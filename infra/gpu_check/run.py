@@ -1,8 +1,8 @@
 """Runs the parts, each in processes of its own: what one breaks on the device is not the next one's trouble.
 
-A process is forked when torch, Triton and transformers are imported and the device has not been touched, so that
-it starts in no time. Checks run beside one another, as they wait for the compiler more than for the device;
-what is timed runs alone. A part that takes too long is ended, and says so in the table.
+A process is forked when torch, Triton and transformers are imported and the device has not been touched, so
+that it starts in no time. Checks run beside one another, as they wait for the compiler more than for the
+device; what is timed runs alone. A part that takes too long is ended, and says so in the table.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MOST_SHARES = 8
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """seconds: what it may take on a card. timed: whether it has to have the device to itself. cut: whether it
-    can be shared out."""
+    """seconds: what it may take on a card. timed: whether it has to have the device to itself. cut: whether
+    it can be shared out."""
 
     name: str
     title: str
@@ -83,9 +83,8 @@ def _together(
     for name, findings in found.items():
         wrong = sum(not check.ok for check in findings.checks)
         state = findings.error or (f"{wrong} wrong" if wrong else "done")
-        say(
-            f"{name}: {len(findings.checks)} checks, {len(findings.figures)} figures, {findings.seconds:.0f} s, {state}"
-        )
+        counts = f"{len(findings.checks)} checks, {len(findings.figures)} figures"
+        say(f"{name}: {counts}, {findings.seconds:.0f} s, {state}")
     return found
 
 

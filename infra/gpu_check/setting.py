@@ -1,4 +1,4 @@
-"""What every part is told: the device, whether this is a rehearsal, the seed, and what earlier parts found."""
+"""What every part is told: the device, whether this is a rehearsal, the seed, what earlier parts found."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 @dataclass(frozen=True, slots=True)
 class Setting:
     """dry: shapes are tiny, nothing is timed twice, and no mark means anything. share: which of so many
-    processes this is, for parts that are cut. deadline: on the monotonic clock. facts: of earlier parts. only:
-    what the names of all that is done hold."""
+    processes this is, for parts that are cut. deadline: on the monotonic clock. facts: of earlier parts.
+    only: what the names of all that is done hold."""
 
     device: torch.device
     dry: bool

@@ -30,7 +30,8 @@ class Batched:
 def batched(
     setting: Setting, config: PreTrainedConfig, rows: Sequence[list[int]], counts: Sequence[int]
 ) -> Batched:
-    """Output tokens/s. Where time runs out before all rows are done it counts as if they were: an upper bound.
+    """Output tokens/s. Where time runs out before all rows are done it counts as if they were: an upper
+    bound.
 
     Raises RuntimeError where it fails.
     """
@@ -40,7 +41,9 @@ def batched(
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(counts))
     settings: dict[str, Any] = {}
     if setting.dry:
-        settings = {"num_blocks": 8, "page_size": 16, "max_batch_tokens": 64, "use_cuda_graph": False}
+        # It was called a block until 5.18.
+        page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+        settings = {"num_blocks": 8, page: 16, "max_batch_tokens": 64, "use_cuda_graph": False}
     batching = ContinuousBatchingConfig(allow_block_sharing=False, **settings)
     with model.continuous_batching_context_manager(
         generation_config=greedy,
