@@ -33,6 +33,14 @@ settings.register_profile("pagemill", deadline=None, suppress_health_check=[Heal
 settings.load_profile("pagemill")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where processes share the tests, those of whole workers and commands have one to themselves: they
+    watch clocks, and wait more than they compute."""
+    for item in items:
+        if {"worker", "infra"} & set(item.path.relative_to(Path(__file__).parent).parts[:1]):
+            item.add_marker(pytest.mark.xdist_group("processes"))
+
+
 # infra/faults/: the proxies that tests share with the chaos run.
 sys.path.insert(0, str(Path(__file__).parent.parent / "infra"))
 

@@ -100,11 +100,15 @@ class EngineHealth:
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A row that holds a credit. sink is None once nobody wants its completion."""
+    """A row that holds a credit. sink is None once nobody wants its completion.
+
+    recalled: its sink is told how the row left the engine, which may be unfinished.
+    """
 
     line: bytes
     sink: Sink | None
     sent: bool = False
+    recalled: bool = False
 
 
 class EngineHost:
@@ -180,6 +184,22 @@ class EngineHost:
                 sent.append(rid)
             else:
                 self._end(rid)
+        if sent and self._child is not None:
+            self._child.tell({"op": "abort", "rids": sent})
+
+    def recall(self, rids: Iterable[str]) -> None:
+        """Take rows back unless they are finished: each sink is called as ever, with the completion or, where
+        there is none, with the status "aborted". At once for rows that have not been sent down."""
+        sent = []
+        for rid in rids:
+            row = self._rows.get(rid)
+            if row is None or row.recalled:
+                continue
+            row.recalled = True
+            if row.sent:
+                sent.append(rid)
+            else:
+                self._deliver({"rid": rid, "status": "aborted"})
         if sent and self._child is not None:
             self._child.tell({"op": "abort", "rids": sent})
 
@@ -323,6 +343,8 @@ class EngineHost:
         for row in self._rows.values():
             row.sent = False
         noted = child.suspects()
+        for rid in [rid for rid, row in self._rows.items() if row.recalled]:
+            self._deliver({"rid": rid, "status": "aborted"})
         if CANARY["rid"] in noted:
             self._canary_deaths += 1
             if self._canary_deaths >= DEATHS_ALONE:
@@ -399,7 +421,7 @@ class EngineHost:
         row = self._rows.get(rid)
         if row is None:
             return
-        if message["status"] == "aborted" and row.sink is not None:
+        if message["status"] == "aborted" and row.sink is not None and not row.recalled:
             # An abort of an earlier row of that id, which had ended when the abort came down.
             row.sent = False
             self._send(rid)

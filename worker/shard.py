@@ -234,10 +234,13 @@ class ShardRun:
             self._count_running(1)
 
     def _take(self, row: Row, message: Mapping[str, Any]) -> None:
-        """A completion, in the event loop."""
+        """A completion, or a row that was recalled, in the event loop."""
         self._down.discard(row.row_index)
         self._count_running(-1)
-        self._settle(row, message)
+        if message["status"] != "aborted":
+            self._settle(row, message)
+        elif not self._down:
+            self._news.set()
 
     def _settle(self, row: Row, message: Mapping[str, Any]) -> None:
         """Whatever the message holds, the row has a result."""
@@ -286,10 +289,8 @@ class ShardRun:
         """
         feeding.cancel()
         begun = self._shop.engine.under_way()
-        waiting = [row_index for row_index in self._down if self._rid(row_index) not in begun]
-        self._shop.engine.abort([self._rid(row_index) for row_index in waiting])
-        self._down.difference_update(waiting)
-        self._count_running(-len(waiting))
+        # Of those that are in no step some have just been finished, and their completions are on the way.
+        self._shop.engine.recall(rid for rid in map(self._rid, list(self._down)) if rid not in begun)
         if not self._down:
             self._guard.leave()
             self._guard.check()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,41 @@ async def test_an_aborted_row_is_forgotten_and_its_credit_returns(start_host: St
         await host.submit("d", row("x"), collected)
     await collected.all()
     assert never.messages == {}
+
+
+async def test_every_row_that_is_recalled_is_heard_of_and_a_finished_one_with_its_completion(
+    start_host: StartHost,
+) -> None:
+    host, collected = await start_host(rows=3), Collected(3)
+    await host.submit("done", row("x"), collected)
+    await host.submit("long", row("<<slow:600000>>"), collected)
+    await host.submit("late", row("<<slow:600000>>"), collected)
+    await asyncio.sleep(0)
+    # This loop has not listened since: whatever the first has come to is still on its way.
+    time.sleep(0.5)
+    for _ in range(2):
+        host.recall(["done", "long", "late", "unknown"])
+    messages = await collected.all()
+    assert {rid: message["status"] for rid, message in messages.items()} == {
+        "done": "completed",
+        "long": "aborted",
+        "late": "aborted",
+    }
+    assert host.health().rows_in_flight == 0
+
+
+async def test_a_row_that_is_recalled_from_a_dead_engine_comes_back(start_host: StartHost) -> None:
+    host, collected = await start_host(rows=2), Collected(2)
+    for rid in "ab":
+        await host.submit(rid, row("<<slow:600000>>"), collected)
+    pid = host.health().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    host.recall(["a", "b"])
+    assert {message["status"] for message in (await collected.all()).values()} == {"aborted"}
+    after = Collected(1)
+    await host.submit("c", row("x"), after)
+    assert (await after.all())["c"]["status"] == "completed"
 
 
 async def test_rows_that_are_aborted_at_once_leave_the_engine_usable(start_host: StartHost) -> None:
