@@ -148,7 +148,7 @@ def ours(setting: Setting, findings: Findings, shape: Shape) -> None:
     dtype = torch.float32 if setting.dry else torch.bfloat16
     options = {"dtype": str(dtype).removeprefix("torch.")}
     if setting.dry:
-        options |= {"num_blocks": 24, "max_num_tokens": 64, "max_num_seqs": 4}
+        options |= {"num_blocks": 24, "max_num_tokens": 64, "max_num_seqs": 2}
     else:
         # All rows at once, as the roofline has it; a context that no row outgrows.
         options |= {"max_num_seqs": 1024, "context": 4096}
@@ -160,8 +160,10 @@ def ours(setting: Setting, findings: Findings, shape: Shape) -> None:
         started = time.monotonic()
         with on_card(setting, path, **options) as engine:
             findings.facts[f"start, {shape.name}"] = round(time.monotonic() - started, 2)
-            _throughput(setting, shape, engine, findings)
-            _sharing(setting, shape, engine, findings)
+            if setting.wants(f"{shape.name}, rows"):
+                _throughput(setting, shape, engine, findings)
+            if setting.wants(f"{shape.name}, prefix"):
+                _sharing(setting, shape, engine, findings)
         del engine
         gc.collect()
 
@@ -199,7 +201,8 @@ def timed(setting: Setting, engine: Engine, requests: Sequence[Request], rows: L
 def _throughput(setting: Setting, shape: Shape, engine: Engine, findings: Findings) -> None:
     rows, vocabulary = table(setting), shape.config.vocab_size
     warm = prompts(setting, rows[: len(rows) // 10 + 1], vocabulary, BLOCK, shared=False)
-    answers(engine, [Request(f"warm {r.request_id}", r.prompt_token_ids, r.sampling) for r in warm])
+    if not setting.dry:
+        answers(engine, [Request(f"warm {r.request_id}", r.prompt_token_ids, r.sampling) for r in warm])
     run = timed(setting, engine, prompts(setting, rows, vocabulary, 0, shared=False), rows)
     findings.checks.append(Check(f"{shape.name}: every row has its tokens", True))
     name = f"{shape.name}, {len(rows)} rows"
