@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # torch then asks the driver's library whether there is a device, and does not touch it: start.py.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if options.dry_run:
         # Settled by the first import of Triton.
         os.environ["TRITON_INTERPRET"] = "1"

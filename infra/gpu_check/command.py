@@ -34,6 +34,7 @@ from gpu_check.fault import Fault
 from gpu_check.record import Findings
 from gpu_check.run import Part, run_parts
 from gpu_check.setting import Setting
+from gpu_check.start import way_to_start
 
 LEAST = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 16)}
 
@@ -52,17 +53,17 @@ PARTS = (
     Part(
         "transformers-llama",
         "transformers, Llama-3.1-8B",
-        lambda s, f: offline.theirs(s, f, offline.llama(s)),
+        offline.their_llama,
         70,
     ),
-    Part("llama", "The engine, Llama-3.1-8B", lambda s, f: offline.ours(s, f, offline.llama(s)), 90),
+    Part("llama", "The engine, Llama-3.1-8B", offline.our_llama, 90),
     Part(
         "transformers-qwen",
         "transformers, Qwen3-0.6B",
-        lambda s, f: offline.theirs(s, f, offline.qwen(s)),
+        offline.their_qwen,
         40,
     ),
-    Part("qwen", "The engine, Qwen3-0.6B", lambda s, f: offline.ours(s, f, offline.qwen(s)), 50),
+    Part("qwen", "The engine, Qwen3-0.6B", offline.our_qwen, 50),
 )
 
 
@@ -74,7 +75,7 @@ def check_this_machine(options: argparse.Namespace) -> int:
     if unknown := [name for name in options.part if name not in known]:
         print(f"gpu-check knows {', '.join(known)}, not {unknown[0]}", file=sys.stderr)
         return 2
-    if reason := _unfit(options):
+    if reason := _unfit():
         print(f"gpu-check: {reason}", file=sys.stderr)
         return 2
     try:
@@ -86,7 +87,12 @@ def check_this_machine(options: argparse.Namespace) -> int:
     if options.dry_run:
         rehearsal.mend()
     device = torch.device("cpu" if options.dry_run else "cuda")
-    setting = Setting(device, options.dry_run, options.seed, fault=fault, only=options.only)
+    try:
+        start = way_to_start(options.dry_run)
+    except RuntimeError as error:
+        print(f"gpu-check: {error}; --dry-run goes through everything without a device", file=sys.stderr)
+        return 2
+    setting = Setting(device, options.dry_run, options.seed, fault=fault, only=options.only, start=start)
     chosen = [known[name] for name in known if not options.part or name in options.part]
     if any(part.timed for part in chosen) and known["ceilings"] not in chosen:
         # Without them there is nothing to hold the others against.
@@ -116,16 +122,13 @@ def _hush(options: argparse.Namespace) -> None:
         warnings.filterwarnings("ignore", module=r"triton\.runtime\.interpreter")
 
 
-def _unfit(options: argparse.Namespace) -> str | None:
+def _unfit() -> str | None:
     for library in (torch, triton, transformers):
         name, version = library.__name__, library.__version__
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
         if numbers < LEAST[name]:
             least = ".".join(map(str, LEAST[name]))
             return f"{name} is {version}, and {least} or newer is needed"
-    # Asks the driver's library and starts nothing: a process that has touched the device cannot be forked.
-    if not options.dry_run and not torch.cuda.device_count():
-        return "torch sees no CUDA device; --dry-run goes through everything without one"
     return None
 
 

@@ -168,6 +168,22 @@ def ours(setting: Setting, findings: Findings, shape: Shape) -> None:
         gc.collect()
 
 
+def their_llama(setting: Setting, findings: Findings) -> None:
+    theirs(setting, findings, llama(setting))
+
+
+def their_qwen(setting: Setting, findings: Findings) -> None:
+    theirs(setting, findings, qwen(setting))
+
+
+def our_llama(setting: Setting, findings: Findings) -> None:
+    ours(setting, findings, llama(setting))
+
+
+def our_qwen(setting: Setting, findings: Findings) -> None:
+    ours(setting, findings, qwen(setting))
+
+
 @dataclass(slots=True)
 class Run:
     seconds: float

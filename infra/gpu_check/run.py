@@ -1,8 +1,7 @@
 """Runs the parts, each in processes of its own: what one breaks on the device is not the next one's trouble.
 
-A process is forked when torch, Triton and transformers are imported and the device has not been touched, so
-that it starts in no time. Checks run beside one another, as they wait for the compiler more than for the
-device; what is timed runs alone. A part that takes too long is ended, and says so in the table.
+Checks run beside one another, as they wait for the compiler more than for the device; what is timed runs
+alone. A part that takes too long is ended, and says so in the table. How processes are started is start.py's.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class _Process:
         self.limit = max(1.0, min(self.limit, setting.deadline - GRACE - self.started))
         self._path = folder / f"{part.name}-{setting.share[0]}.json"
         setting = replace(setting, deadline=self.started + self.limit)
-        fork = multiprocessing.get_context("fork")
-        self._process = fork.Process(target=_work, args=(part, setting, self._path), name=part.name)
+        context = multiprocessing.get_context(setting.start)
+        self._process = context.Process(target=_work, args=(part, setting, self._path), name=part.name)
         self._process.start()
 
     def findings(self) -> Findings:

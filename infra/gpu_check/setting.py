@@ -18,7 +18,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 class Setting:
     """dry: shapes are tiny, nothing is timed twice, and no mark means anything. share: which of so many
     processes this is, for parts that are cut. deadline: on the monotonic clock. facts: of earlier parts.
-    only: what the names of all that is done hold."""
+    only: what the names of all that is done hold. start: how processes are."""
 
     device: torch.device
     dry: bool
@@ -28,6 +28,7 @@ class Setting:
     facts: dict[str, Any] = field(default_factory=dict)
     fault: Fault | None = None
     only: str = ""
+    start: str = "fork"
 
     def wants(self, name: str) -> bool:
         """Whether a check or figure of this name is to be made."""

@@ -166,10 +166,14 @@ with named_rooms():
             command.PARTS = tuple(run.Part(name, name, work, 0.05) for name, work in parts.items())
             command.PARTS += (run.Part("ceilings", "none", tells, 1, timed=False),)
             words = words[1:]
+        way = command.way_to_start
+        if words[0] == "spawned":
+            command.way_to_start, words = (lambda dry: "spawn"), words[1:]
         path, out = pathlib.Path(sys.argv[2]), io.StringIO()
         path.unlink(missing_ok=True)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             code = command.check_this_machine(_options(["--json", str(path), *words]))
+        command.way_to_start = way
         record = json.loads(path.read_text()) if path.exists() else {}
         print(json.dumps([code, out.getvalue(), record]), flush=True)
 """
@@ -180,9 +184,9 @@ SMALL = {
     "speeds": "silu_mul",
     "attention": "prefill",
     "transformers-llama": "",
-    "llama": "",
+    "llama": "Llama-3.1-8B, rows",
     "transformers-qwen": "",
-    "qwen": "",
+    "qwen": "Qwen3-0.6B, rows",
 }
 FAULTS = {
     "rms_norm: 40 fp16:wrong": ("kernels", "numbers are off"),
@@ -204,6 +208,7 @@ def driven(bare: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> di
     commands |= {
         "real": ["--part", "ceilings"],
         "unknown": ["--part", "nothing"],
+        "spawned": ["spawned", "--dry-run", "--part", "ceilings"],
         "odd": ["odd", "--dry-run"],
     }
     path = tmp_path_factory.mktemp("driven") / "check.json"
@@ -261,7 +266,14 @@ def test_a_part_that_fails_dies_or_hangs_keeps_no_other_from_running(driven: dic
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, on which it would run")
 def test_without_a_card_the_real_run_says_so(driven: dict[str, Outcome]) -> None:
     assert driven["real"].code == 2
-    assert "no CUDA device; --dry-run" in driven["real"].text
+    assert "--dry-run goes through everything" in driven["real"].text
+
+
+@pytest.mark.timeout(600)
+def test_where_nothing_can_be_forked_parts_start_anew(driven: dict[str, Outcome]) -> None:
+    outcome = driven["spawned"]
+    assert outcome.code == 0, outcome.text
+    assert outcome.record["parts"]["ceilings"]["facts"]["copy"] > 0
 
 
 @pytest.mark.timeout(600)
