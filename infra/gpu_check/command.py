@@ -99,7 +99,13 @@ def check_this_machine(options: argparse.Namespace) -> int:
         chosen.insert(0, known["ceilings"])
     started = time.monotonic()
     found = run_parts(chosen, setting, lambda line: print(line, file=sys.stderr, flush=True))
+    machine = _machine()
     print(f"{shlex.join(options.command)} (seed {options.seed})")
+    print(
+        ", ".join(str(machine[name]) for name in ("card", "processor") if name in machine),
+        _versions(),
+        sep="; ",
+    )
     print(report.table(found, {part.name: part.title for part in PARTS}, dry=options.dry_run))
     if options.json:
         head = {
@@ -107,7 +113,7 @@ def check_this_machine(options: argparse.Namespace) -> int:
             "seed": options.seed,
             "dry": options.dry_run,
             "seconds": round(time.monotonic() - started, 1),
-            "machine": _machine(),
+            "machine": machine,
         }
         report.save(options.json, head, found)
     return 0 if all(findings.ok for findings in found.values()) else 1
@@ -132,9 +138,14 @@ def _unfit() -> str | None:
     return None
 
 
+def _versions() -> str:
+    return ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, triton, transformers))
+
+
 def _machine() -> dict[str, Any]:
     found: dict[str, Any] = {
         "python": platform.python_version(),
+        "processor": platform.machine(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "transformers": transformers.__version__,

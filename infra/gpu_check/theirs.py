@@ -16,7 +16,7 @@ from gpu_check.setting import Setting
 
 WARM_UP_ROWS = 16
 # What is kept back of the part's time for its end.
-RESERVE = 8
+RESERVE = 14
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,7 +179,7 @@ with named_rooms():
 """
 SMALL = {
     "kernels": "rms_norm: 40 fp16",
-    "exactness": "engine: Llama",
+    "exactness": "",
     "ceilings": "",
     "speeds": "silu_mul",
     "attention": "prefill",
