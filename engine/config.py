@@ -5,7 +5,7 @@ Knows numbers and names only. It may not load anything, nor look at the machine.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,12 +15,17 @@ from pagemill.engine.errors import EngineError
 # a prompt (64 would lose 48 of 1,008 common tokens), a smaller one would cost more table entries.
 BLOCK_SIZE = 16
 
-# Without a word from the caller: steps that a CPU finishes in a fraction of a second.
+# Without a word from the caller: steps that a CPU finishes in a fraction of a second. What a card takes is
+# engine/run/card_memory.py's.
 DEFAULT_NUM_TOKENS = 512
 DEFAULT_NUM_SEQS = 64
+# Of key-value memory on CPU, in GiB; on a card it is all that is left.
+DEFAULT_KV_GB = 1.0
+MOST_KV_CACHE_GB = 1 << 20  # a pebibyte: more is a slip, and beyond 1e299 no number of bytes
 
-DTYPES = ("auto", "float32", "bfloat16")
-DEVICES = ("auto", "cpu")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+FLOAT16_ON_CPU = "dtype float16 is not computed on CPU; use float32 or bfloat16."
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +33,19 @@ class EngineConfig:
     """How to build an engine. None means "decide by device and model".
 
     model: a directory with safetensors and tokenizer files, or a GGUF file.
-    dtype: auto, float32 or bfloat16; auto is bfloat16 where the hardware computes in it.
-    device: auto or cpu, which are the same in this version.
+    dtype: auto, float32, bfloat16, or on a card float16; auto is bfloat16 where the hardware computes in it.
+    device: auto, cpu, cuda, or cuda:N for card N; auto is the first card that will do, or else the CPU.
     quantization: int8 computes dense layers in 8-bit integers (weights by output channel, activations by
         token) and everything else in `dtype`; None computes all in `dtype`.
-    kv_cache_gb: key-value memory in GiB on CPU. `num_blocks` (of 16 tokens) overrides it on any device.
+    kv_cache_gb: key-value memory in GiB; None is 1 on CPU, and on a card what weights and the largest step
+        leave of it. `num_blocks` (of 16 tokens) overrides it.
     max_num_tokens: token budget of a step, prefill chunks and decodes together.
     max_num_seqs: most rows running at once.
     prefix_cache: share the memory of common prefixes between rows.
     deterministic: a row's logits have the same bits whatever its neighbours, batch, chunks and threads, in
-        any dtype. float32 and int8 keep that promise anyway, at no cost; bfloat16 then computes its dense
-        layers from weights widened to float32 (engine/README.md has what that costs).
+        any dtype. On CPU float32 and int8 keep that promise anyway, at no cost; bfloat16 then computes its
+        dense layers from weights widened to float32. On a card dense layers and attention take other forms
+        then (engine/README.md has what that costs).
     prefix_order: run rows with a common prefix one after another; without it, and without a prefix cache,
         they come in order of arrival.
     long_rows_first: of rows that wait, begin with those that are expected to take longest.
@@ -53,7 +60,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     quantization: str | None = None
-    kv_cache_gb: float = 1.0
+    kv_cache_gb: float | None = None
     num_blocks: int | None = None
     max_num_tokens: int | None = None
     max_num_seqs: int | None = None
@@ -73,15 +80,16 @@ class EngineConfig:
             if value is not None and value < 1:
                 raise EngineError(f"{name} must be at least 1, not {value}.")
         # How little is too little depends on the model, so that the sentence about it is memory.py's.
-        if not math.isfinite(self.kv_cache_gb):
-            raise EngineError(f"kv_cache_gb must be a number, not {self.kv_cache_gb}.")
-        if self.dtype == "float16":
-            raise EngineError("dtype float16 is not computed on CPU; use float32 or bfloat16.")
+        if self.kv_cache_gb is not None and not abs(self.kv_cache_gb) <= MOST_KV_CACHE_GB:  # nor is NaN
+            raise EngineError(
+                f"kv_cache_gb must be a number up to {MOST_KV_CACHE_GB}, not {self.kv_cache_gb}."
+            )
         if self.dtype not in DTYPES:
-            raise EngineError(f"dtype must be auto, float32 or bfloat16, not {self.dtype!r}.")
-        # Attention for CUDA does not exist yet.
-        if self.device not in DEVICES:
-            raise EngineError(f"This version runs on device cpu only, not {self.device!r}; use auto or cpu.")
+            raise EngineError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}.")
+        if not DEVICES.fullmatch(self.device):
+            raise EngineError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}.")
+        if self.dtype == "float16" and self.device == "cpu":
+            raise EngineError(FLOAT16_ON_CPU)
         if self.quantization not in (None, "int8"):
             raise EngineError(f"quantization must be int8 or left out, not {self.quantization!r}.")
 

@@ -3,17 +3,24 @@
 It joins the scheduler (which row computes what), the runner (tensors) and the decoder (text), and holds
 what belongs to none of them: who is in flight, and how each row ended. It is used from one thread; the
 asyncio side and the thread are in stream.py. It never waits for anything but the runner.
+
+How far ahead of its results it goes is the runner's `depth`. With 1, a step is scheduled and begun while the
+one before it runs, and then that one's result is read:
+
+    host    schedule and begin 1 | schedule and begin 2 | read and book 1 | schedule and begin 3 | read ...
+    device                         1 .................................... 2 ........................... 3
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pagemill.engine.batch import Batch, Runner, StepResult
+from pagemill.engine.batch import Batch, ReadResult, Runner, StepResult
 from pagemill.engine.config import (
     DEFAULT_NUM_SEQS,
     DEFAULT_NUM_TOKENS,
@@ -22,6 +29,7 @@ from pagemill.engine.config import (
     SchedulerConfig,
 )
 from pagemill.engine.detokenize import PartialText
+from pagemill.engine.errors import StepTooLarge
 from pagemill.engine.finish import Refusal, ending, refusal, text_token_ids
 from pagemill.engine.flights import Flight, Flights, Rider
 from pagemill.engine.metrics import EngineMetrics, Meter
@@ -30,9 +38,20 @@ from pagemill.engine.schedule.scheduler import Scheduler
 from pagemill.engine.sequence import Sequence, Status
 
 if TYPE_CHECKING:
+    from pagemill.engine.run.card import Card
     from pagemill.engine.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step whose result nobody has read. schedule_s, begin_s: seconds that it has taken so far."""
+
+    batch: Batch
+    read: ReadResult
+    schedule_s: float
+    begin_s: float
 
 
 class Engine:
@@ -62,8 +81,9 @@ class Engine:
         self.scheduler = Scheduler(limits)
         self.before_step = before_step
         self.rows_allowed = rows_allowed
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
+        self._begun: deque[_Begun] = deque()
         self._arrivals = 0
         self._flights = Flights(share=limits.identical_rows)
         self._ended: list[Completion] = []
@@ -72,7 +92,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._flights or self._ended)
+        return bool(self._flights or self._ended or self._begun)
 
     @property
     def num_steps(self) -> int:
@@ -113,30 +133,64 @@ class Engine:
                 self.abort(request_id)
 
     def request_ids(self, batch: Batch) -> list[str]:
-        """Whom a batch computes for; identical requests share one of its sequences."""
-        return [name for seq in batch.sequences for name in self._flights.of(seq).riders]
+        """Whom a batch computes for, and the steps before it that may still run; identical requests share one
+        of its sequences."""
+        batches = [*(step.batch for step in self._begun), batch]
+        rows = dict.fromkeys(seq for each in batches for seq in each.sequences)
+        going = (seq for seq in rows if seq.status is not Status.FINISHED)
+        return [name for seq in going for name in self._flights.of(seq).riders]
 
     def step(self) -> list[Completion]:
-        """Run one batch and return every row that has ended since the last step."""
+        """Begin a batch, read one if that leaves more unread than the runner's depth, or nothing could be
+        begun, and return every row that has ended since the last step."""
         started = self._clock()
         if self.rows_allowed is not None:
             self.scheduler.max_num_seqs = min(self.rows_allowed(), self.limits.max_num_seqs)
         batch = self.scheduler.schedule()
         if batch.sequences:
-            scheduled = self._clock()
-            for seq in batch.sequences:
-                if seq.started_at is None:
-                    seq.started_at = scheduled
-            if self.before_step is not None:
-                self.before_step(batch)
-            result = self._runner.execute(batch)
-            executed = self._clock()
-            self._meter.step(batch, result, scheduled - started, executed - scheduled, executed)
-            self._book(batch, result, executed)
-            self._meter.finish_s += self._clock() - executed
+            self._begin_step(batch, started)
+        if self._begun and (len(self._begun) > self.runner.depth or not batch.sequences):
+            self._finish_step(self._begun.popleft())
         ended, self._ended = self._ended, []
         self._meter.finished += len(ended)
         return ended
+
+    def _begin_step(self, batch: Batch, started: float) -> None:
+        scheduled = self._clock()
+        for seq in batch.sequences:
+            if seq.started_at is None:
+                seq.started_at = scheduled
+        if self.before_step is not None:
+            self.before_step(batch)
+        try:
+            read = self.runner.begin(batch)
+        except StepTooLarge as error:
+            self._shrink(batch, error)
+            return
+        self.scheduler.begun(batch)
+        self._begun.append(_Begun(batch, read, scheduled - started, self._clock() - scheduled))
+
+    def _finish_step(self, step: _Begun) -> None:
+        waited = self._clock()
+        result = step.read()
+        now = self._clock()
+        self._meter.step(step.batch, result, step.schedule_s, step.begin_s + now - waited, now)
+        self._book(step.batch, result, now)
+        self._meter.finish_s += self._clock() - now
+
+    def _shrink(self, batch: Batch, error: StepTooLarge) -> None:
+        """Nothing of the batch has happened. Its rows come again in smaller steps, of one token at least."""
+        self.scheduler.allowance.failed(batch.num_tokens)
+        log.warning(
+            "A step of %d tokens in %d rows was too large for the device (%s); steps have %d tokens at most.",
+            batch.num_tokens,
+            len(batch.sequences),
+            error,
+            self.scheduler.allowance.tokens,
+        )
+        if batch.num_tokens == 1:
+            message = f"The device has no memory to compute one token of this row: {error}"
+            self._end_with_error(self._flights.of(batch.sequences[0]), "engine_error", message)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Run requests to their end in this thread, completions in the order in which they finish."""
@@ -152,6 +206,7 @@ class Engine:
 
     def fail_all(self, message: str) -> list[Completion]:
         """End every row with `engine_error`, after a step has raised; the engine is not to be used again."""
+        self._begun.clear()
         for flight in self._flights:
             # What a step left half done is not touched: giving memory back could raise, and helps nobody.
             flight.seq.status = Status.FINISHED
@@ -188,6 +243,8 @@ class Engine:
         """Give every row of the batch what the step made of it."""
         self.scheduler.advance(batch, result.finite)
         for i, seq in enumerate(batch.sequences):
+            if seq.status is Status.FINISHED:
+                continue  # while the step ran: what it made of this row is wasted
             flight = self._flights.of(seq)
             if not result.finite[i]:
                 self._end_with_error(
@@ -196,9 +253,9 @@ class Engine:
                     "The model's output for this row is not a finite number (NaN or Inf).",
                 )
                 continue
-            token = result.token_ids[i]
-            if seq.num_uncomputed_tokens:
+            if not batch.samples(i):
                 continue
+            token = result.token_ids[i]
             if token is None:
                 raise RuntimeError("The runner gave no token for a row whose tokens are all computed.")
             seq.token_ids.append(token)
@@ -333,9 +390,15 @@ def _undecodable(error: Exception) -> tuple[str, str]:
     return "engine_error", f"The output cannot be decoded: {error}"
 
 
-def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    *,
+    before_step: Callable[[Batch], None] | None = None,
+    card: Card | None = None,
+) -> Engine:
     """Load a model and put an engine over it, and say in one log line what fits.
 
+    card: where to run, instead of what the config's device names (engine/run/card.py).
     Raises ModelLoadError with the reason why the model can't be run, and OutOfMemory with what is needed,
     what there is, and the largest context that would fit.
     """
@@ -343,13 +406,13 @@ def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] |
     from pagemill.engine.run.load import load_model
     from pagemill.engine.run.pressure import Pressure
 
-    loaded = load_model(config)
+    loaded = load_model(config, card)
     info = loaded.info
     limits = SchedulerConfig(
         num_blocks=info.num_blocks,
         context=info.context,
-        max_num_tokens=config.max_num_tokens or DEFAULT_NUM_TOKENS,
-        max_num_seqs=config.max_num_seqs or DEFAULT_NUM_SEQS,
+        max_num_tokens=loaded.max_num_tokens or DEFAULT_NUM_TOKENS,
+        max_num_seqs=loaded.max_num_seqs or DEFAULT_NUM_SEQS,
         prefix_cache=config.prefix_cache,
         prefix_order=config.prefix_order,
         long_rows_first=config.long_rows_first,
@@ -358,9 +421,10 @@ def build_engine(config: EngineConfig, *, before_step: Callable[[Batch], None] |
         rope_switch=info.rope_switch,
     )
     log.info(describe(info, limits))
-    pressure = Pressure(limits.max_num_seqs)
+    # What a card holds it has taken beforehand; on a CPU memory is had when it is first touched.
+    rows_allowed = Pressure(limits.max_num_seqs).rows if info.device == "cpu" else None
     return Engine(
-        loaded.runner, loaded.tokenizer, info, limits, before_step=before_step, rows_allowed=pressure.rows
+        loaded.runner, loaded.tokenizer, info, limits, before_step=before_step, rows_allowed=rows_allowed
     )
 
 

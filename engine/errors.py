@@ -18,5 +18,9 @@ class OutOfMemory(EngineError):
     """Weights or key-value memory do not fit; the text says what is needed, what there is, what would fit."""
 
 
+class StepTooLarge(EngineError):
+    """A device had no memory for a step; the engine goes on with smaller ones."""
+
+
 class EngineFailed(EngineError):
     """A step of the engine raised, or it was closed: it takes no more requests."""

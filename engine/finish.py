@@ -45,7 +45,7 @@ def refusal(request: Request, model: ModelInfo, limits: SchedulerConfig) -> Refu
             "prompt_too_long",
             f"The prompt has {length} tokens; the whole key-value memory holds {limits.kv_tokens}.",
         )
-    problem = _parameter_problem(request.sampling, model.vocab_size)
+    problem = _parameter_problem(request.sampling, model.vocab_size) or _ban_problem(request.sampling, model)
     return Refusal("invalid_request", problem) if problem else None
 
 
@@ -142,6 +142,19 @@ def _parameter_problem(params: SamplingParams, vocab_size: int) -> str | None:
         if not 0 <= token < vocab_size:
             return f"logit_bias names token {token}; the vocabulary is 0 to {vocab_size - 1}: leave it out."
     return None
+
+
+def _ban_problem(params: SamplingParams, model: ModelInfo) -> str | None:
+    """Ends are held back until `min_tokens`, which must leave a token to choose."""
+    if params.min_tokens == 0 or len(model.eos_token_ids) + len(params.stop_token_ids) < model.vocab_size:
+        return None
+    left = set(range(model.vocab_size)) - model.eos_token_ids - set(params.stop_token_ids)
+    if left:
+        return None
+    return (
+        f"min_tokens {params.min_tokens} forbids every token of the vocabulary until then, as stop_token_ids "
+        "and the model's own ends are all of it: name fewer stop_token_ids, or set min_tokens to 0."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pagemill.engine.batch import Batch, StepResult
-from pagemill.engine.sequence import Sequence
+from pagemill.engine.sequence import Status
 
 # Rates are over this many seconds, so that they follow the work and do not flicker with single steps.
 RATE_WINDOW_S = 10.0
@@ -53,16 +53,17 @@ class EngineMetrics:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def _decodes(seq: Sequence, scheduled: int) -> bool:
-    """Whether a row computes just the token it sampled last; everything else is prefill or recompute."""
-    return scheduled == 1 and seq.num_computed_tokens + 1 == len(seq.token_ids) > seq.num_prompt_tokens
+def _decodes(batch: Batch, i: int) -> bool:
+    """Whether row i computes just the token it sampled last; everything else is prefill or recompute."""
+    start, length = batch.starts[i], batch.lengths[i]
+    return batch.num_scheduled[i] == 1 and start + 1 == length > batch.sequences[i].num_prompt_tokens
 
 
 @dataclass(slots=True)
 class Meter:
     """Adds up steps. `recent` holds (time, tokens generated) of the last seconds.
 
-    `step` is called between running a batch and booking its result.
+    `step` is called between reading a batch's result and booking it.
     """
 
     token_budget: int
@@ -80,11 +81,12 @@ class Meter:
     recent_tokens: int = 0
 
     def step(self, batch: Batch, result: StepResult, schedule_s: float, execute_s: float, now: float) -> None:
-        produced = sum(token is not None for token in result.token_ids)
+        drawn = zip(batch.sequences, result.token_ids, strict=True)
+        produced = sum(token is not None and seq.status is not Status.FINISHED for seq, token in drawn)
         self.steps += 1
         self.generated += produced
         self.scheduled += batch.num_tokens
-        self.prefilled += batch.num_tokens - sum(map(_decodes, batch.sequences, batch.num_scheduled))
+        self.prefilled += batch.num_tokens - sum(_decodes(batch, i) for i in range(len(batch.sequences)))
         self.schedule_s += schedule_s
         self.prepare_s += result.prepare_seconds
         self.sample_s += result.sample_seconds

@@ -23,9 +23,11 @@ class Sequence:
     """A request and how far it has come.
 
     token_ids: prompt, then what was sampled.
-    num_computed_tokens: how many of `token_ids` have keys and values in memory; it chases
-        `len(token_ids)`, and whatever lies between is the work left to do. Chunked prefill, a prefix
-        hit, decoding and recompute after preemption are this one subtraction.
+    num_computed_tokens: how many of its tokens have keys and values in memory, or will have when the steps
+        that were begun have run; it chases `num_tokens`, and whatever lies between is the work left to do.
+        Chunked prefill, a prefix hit, decoding and recompute after preemption are this one subtraction.
+    num_unread_steps: steps that the row is in, that were begun, and whose results nobody has read.
+    num_unread_tokens: tokens that those steps draw. The device has them, and they are not in `token_ids`.
     num_cached_tokens: of the prompt, how many the prefix cache gave at first admission.
     block_table: ids of the memory blocks that hold tokens [16 * i, 16 * (i + 1)).
     block_hashes: chain hash of each full block known so far.
@@ -41,6 +43,8 @@ class Sequence:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_unread_steps: int = 0
+    num_unread_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     long_rope: bool = False
@@ -76,5 +80,10 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Those that nobody has read included."""
+        return len(self.token_ids) + self.num_unread_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens

@@ -257,7 +257,8 @@ class S3Server(_Server):
             "bucket": BUCKET,
             "s3.config": config,
             "s3.port": s3,
-            "s3.localSocket": self.folder / "s3.sock",
+            # From its own folder: the path of a socket has 107 letters at most, and a folder's may be longer.
+            "s3.localSocket": "s3.sock",
             "s3.autoCreateBucket": "false",
             "s3.port.iceberg": 0,
             "s3.port.lance": 0,
@@ -265,7 +266,7 @@ class S3Server(_Server):
             "master.telemetry": "false",
             "volume.port": volume,
             "filer.port": filer,
-            "filer.localSocket": self.folder / "filer.sock",
+            "filer.localSocket": "filer.sock",
             "admin.port": admin,
             "admin.ui": "false",
             "webdav": "false",

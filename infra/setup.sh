@@ -33,9 +33,10 @@ set_up() {
         say "making .venv with $("$python" --version)"
         "$python" -m venv .venv || die "cannot make a virtual environment with $python (on Debian: apt-get install python3-venv)"
     fi
-    say "installing pagemill[$extra] into .venv (the first time takes a minute or two)"
+    say "installing torch into .venv: 200 MB to fetch as a CPU build, gigabytes with CUDA's libraries (once; pip is silent meanwhile)"
     # torch first and by itself: the index of CPU builds holds torch alone.
     pip_install 'torch>=2.11,<2.14' ${PAGEMILL_TORCH_INDEX:+--index-url "$PAGEMILL_TORCH_INDEX"}
+    say "installing pagemill[$extra] and what else it needs (once)"
     pip_install -e ".[$extra]"
     printf '%s\n' "$want" > "$stamp"
 }

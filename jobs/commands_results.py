@@ -37,7 +37,10 @@ def results(
     ] = None,
     errors: Annotated[
         Path | None,
-        typer.Option(help="With openai: where failed rows go; else OUTPUT.errors.jsonl.", show_default=False),
+        typer.Option(
+            help="With openai: where failed rows go; by default beside answers.jsonl, answers.errors.jsonl.",
+            show_default=False,
+        ),
     ] = None,
     partial: Annotated[
         bool, typer.Option("--partial", help="What is committed so far of a job that runs.")

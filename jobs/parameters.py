@@ -245,6 +245,9 @@ NOTHING: Final[dict[str, Callable[[object], bool]]] = {
     "guided_grammar": _is(),
 }
 
+_BESIDE: Final = ("prompt", "messages", "metadata", "model", "custom_id")
+"""What stands beside parameters in a line; for guessing what a misspelt name meant."""
+
 _REMEDIES: Final[dict[str, str]] = {
     "stream": "a batch has nobody to stream to: leave it out or say false",
     "response_format": 'only {"type": "text"} is supported: ask for a format in the prompt',
@@ -321,7 +324,7 @@ def _check_nothing(name: str, value: object) -> None:
 
 @lru_cache(maxsize=1024)
 def _hint(name: str) -> str:
-    close = get_close_matches(name[:64], READERS, n=1, cutoff=0.75)
+    close = get_close_matches(name[:64], [*READERS, *_BESIDE], n=1, cutoff=0.75)
     if close:
         return f"did you mean `{close[0]}`?"
     return "leave it out, or put data of your own under `metadata`"

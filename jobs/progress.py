@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from pagemill.jobs.render import COLOURS, harmless, hit_rate_text, span, summary
+from pagemill.jobs.render import COLOURS, harmless, hit_rate_text, rows_text, span, summary
 from pagemill.jobs.status import JobStatus
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Follower:
             self._live = Live(console=self.console, transient=True, auto_refresh=False)
             self._live.start()
         done, tokens = status.completed + status.failed, status.prompt_tokens + status.completion_tokens
-        rows = f"{done:,} of {status.total:,}" if status.total else ""
+        rows = rows_text(status) if status.total else ""
         self._update(self._rows, done, status.total or None, rows)
         expected = expected_tokens(status)
         self._update(self._tokens, tokens, expected, f"{tokens:,} of about {expected:,}" if expected else "")

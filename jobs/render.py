@@ -1,6 +1,7 @@
 """What people see: a job's status, a list of jobs, a table of results.
 
-On a terminal: colours, bars, lines cut to its width. Piped: plain lines, tabs between fields, nothing cut.
+On a terminal: colours, bars, lines cut to its width. Piped: plain lines, tabs between fields, nothing cut,
+and tables with a head of one line.
 Text from a model or a file never reaches a terminal with its control characters. This room knows what a job
 looks like and may not know how to reach one.
 """
@@ -83,23 +84,26 @@ def print_fields(fields: Mapping[str, str], colours: Mapping[str, str] | None = 
 
 
 def print_jobs(jobs: Iterable[JobStatus]) -> None:
-    """Jobs, one a line."""
+    """Jobs, one a line under a head, which is the same when piped."""
     if not sys.stdout.isatty():
-        for job in jobs:
+        for place, job in enumerate(jobs):
+            if place == 0:  # nothing has no head
+                print(*_JOB_COLUMNS, sep="\t")
             counts = (job.completed, job.failed, job.total)
             print(job.job, job.state, job.model, *counts, moment(job.created_at), sep="\t")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("job", "state", "model"):
-        table.add_column(name)
-    for name in ("done", "failed", "rows"):
-        table.add_column(name, justify="right")
-    table.add_column("created")
+    for name in _JOB_COLUMNS:
+        table.add_column(name, justify="right" if name in _COUNTS else "left")
     for job in jobs:
         state = Text(job.state + (" (blocked)" if job.blocked_reason else ""), COLOURS.get(job.state, ""))
         figures = [f"{n:,}" for n in (job.completed, job.failed, job.total)]
         table.add_row(Text(job.job), state, Text(job.model), *figures, moment(job.created_at))
     Console().print(table)
+
+
+_COUNTS = ("completed", "failed", "rows")
+_JOB_COLUMNS = ("job", "state", "model", *_COUNTS, "created")
 
 
 def print_results(rows: Iterable[ResultRow]) -> int:
@@ -161,11 +165,10 @@ def span(seconds: float) -> str:
 
 
 def rows_text(status: JobStatus) -> str:
-    """How many rows are done, of how many."""
-    if not status.total:
-        return "" if not status.terminal else "0"
-    failed = f", {status.failed:,} failed" if status.failed else ""
-    return f"{status.completed + status.failed:,} of {status.total:,}{failed}"
+    """How many rows came out, how many failed, of how many; empty before the plan has counted them."""
+    if not status.total and not status.terminal:
+        return ""
+    return f"{status.completed:,} completed, {status.failed:,} failed, of {status.total:,}"
 
 
 def tokens_text(status: JobStatus) -> str:

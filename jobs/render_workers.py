@@ -19,9 +19,11 @@ _HEADS = ("worker", "state", "model", "device", *_RIGHT, "host", "message")
 
 
 def print_workers(workers: Iterable[WorkerInfo]) -> None:
-    """Workers, one a line; piped, the fields are those of the table's head, figures without units."""
+    """Workers, one a line under a head; piped, with the same head, and figures without units."""
     if not sys.stdout.isatty():
-        for worker in workers:
+        for place, worker in enumerate(workers):
+            if place == 0:  # nothing has no head
+                print(*_HEADS, sep="\t")
             print(*map(harmless, _plain(worker)), sep="\t")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")

@@ -70,7 +70,13 @@ def _custom_id(doc: dict[str, Any]) -> str | None:
 def _row(doc: dict[str, Any], given: str | None, line: Line, spec: JobSpec) -> Row:
     body, kind = _opened(doc)
     fields = {name: value for name, value in body.items() if name not in _NOT_PARAMETERS}
-    params = read_parameters(fields)
+    try:
+        params = read_parameters(fields)
+    except Refusal as refused:
+        if body.get("messages") is None and body.get("prompt") is None:
+            # Whoever called the prompt by another name would mend one fault and meet the next.
+            raise Refusal(refused.code, f"{refused.message}; and {_missing(kind)}") from None
+        raise
     if spec.defaults:
         params = {**spec.defaults, **params}
         check_together(params)
@@ -147,6 +153,11 @@ def _metadata(value: Any) -> dict[str, Any] | None:
     return value
 
 
+def _missing(kind: Kind | None) -> str:
+    wanted = {"chat": "`messages`", "completion": "`prompt`", None: "`prompt` or `messages`"}[kind]
+    return f"{wanted} is missing: a row needs something to answer"
+
+
 def _asked(
     body: dict[str, Any], kind: Kind | None
 ) -> tuple[list[dict[str, str]] | None, str | None, list[int] | None]:
@@ -154,8 +165,7 @@ def _asked(
     if messages is not None and prompt is not None:
         raise invalid("`messages` and `prompt` are both given: keep one of them")
     if messages is None and prompt is None:
-        wanted = {"chat": "`messages`", "completion": "`prompt`", None: "`prompt` or `messages`"}[kind]
-        raise invalid(f"{wanted} is missing: a row needs something to answer")
+        raise invalid(_missing(kind))
     if kind == "chat" and prompt is not None:
         raise Refusal(
             "url_mismatch", "`prompt` goes with `url` /v1/completions, not with /v1/chat/completions"

@@ -68,7 +68,8 @@ class ResultRow:
         is then the first one's.
     logprobs, metadata: JSON text.  kind: chat or completion; None where the line could not be read.
     line: physical line, 1-based.  seed: what decided the noise, so that the row can be repeated.
-    attempt: how often the row's shard had been started, 1-based; 0 for a row that never ran.
+    attempt: leases of the row's shard until it ran, not counting those that were handed back; 0 for a row
+        that never ran.
     finished_at: when the worker had the row's result, in seconds since 1970; None for one that never ran.
     """
 

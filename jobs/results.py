@@ -89,7 +89,9 @@ def _parts(storage: Storage, job: str, partial: bool) -> list[dict[str, Any]]:
         parts = [*plan.get("error_parts", ()), *(record["part"] for record in records.values())]
     else:
         _must_exist(storage, job)
-        raise JobConflict(f"{job} has not ended: wait for it, or ask for the partial results.")
+        raise JobConflict(
+            f"{job} has not ended: wait for it, or take what is committed so far: --partial, or partial=True."
+        )
     for part in parts:
         if part["schema_version"] > SCHEMA_VERSION:
             raise StorageError(f"{part['key']} was written by a newer Pagemill: upgrade this one.")

@@ -47,10 +47,28 @@ def failed_rows(storage: Storage, job: str, codes: Collection[str]) -> Iterator[
         if storage.head(layout.job(job)) is None:
             raise JobNotFound(f"There is no job {job} in {storage.url}.")
         raise JobConflict(f"Job {job} has not ended; what failed is known when it has.")
+    if not manifest["total"] and manifest["state"] != "completed":
+        raise UsageError(_without_rows(storage, job, manifest))
     if not set(codes) & manifest["errors"].keys():
         what = ", ".join(f"{code} {count:,}" for code, count in manifest["errors"].items())
         raise UsageError(f"Job {job} has no failed rows to retry{f' (it has {what})' if what else ''}.")
     return _lines(storage, job, manifest, frozenset(codes))
+
+
+def _without_rows(storage: Storage, job: str, manifest: Mapping[str, Any]) -> str:
+    """Of a job that ended before its plan: why it has no rows, and what to do instead."""
+    spec = read_spec(storage, job)
+    kept = f"{storage.url.rstrip('/')}/{spec.input.key}" if spec is not None else "the file"
+    if manifest["state"] == "failed" and manifest["error_code"]:
+        return (
+            f"Job {job} failed before its lines became rows ({manifest['error_code']}), so there are none to "
+            "retry: mend its input and submit that."
+        )
+    how = {"cancelled": "was cancelled", "expired": "expired"}.get(manifest["state"], "failed")
+    return (
+        f"Job {job} {how} before its lines became rows, so there are none to retry: submit its input again; "
+        f"{kept} holds it."
+    )
 
 
 def terms(storage: Storage, job: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ them reach. This room may not know how either address is spoken to.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -35,8 +36,10 @@ from pagemill.jobs.errors import UsageError
 from pagemill.jobs.redaction import secrets_of, without_password
 from pagemill.jobs.settings_file import config_path, read_config
 from pagemill.jobs.storage import StorageOptions
+from pagemill.jobs.wrong_value import wrong_value
 
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+ADDRESSES = frozenset({"redis_url", "store", "s3_endpoint"})  # a password may be in them
 DEFAULT_REDIS_URL = "redis://localhost:6379/0"
 
 
@@ -103,7 +106,8 @@ class ClientSettings(BaseSettings):
         try:
             return cls(**given)
         except ValidationError as error:
-            raise UsageError(_sentence(error, set(given), set(cls.from_file()))) from None
+            label = partial(_label, given=set(given), in_file=set(cls.from_file()))
+            raise UsageError(wrong_value(error, cls, label, hidden=ADDRESSES) + ".") from None
 
     def secrets(self) -> set[str]:
         """What no log may hold."""
@@ -123,15 +127,11 @@ class ClientSettings(BaseSettings):
         )
 
 
-def _sentence(error: ValidationError, given: set[str], in_file: set[str]) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    name = str(first["loc"][0]) if first["loc"] else "settings"
+def _label(name: str, given: set[str], in_file: set[str]) -> str:
+    """Where a setting came from, as whoever gave it wrote it."""
     variable = f"PAGEMILL_{name.upper()}"
     if name in given:
-        label = f"--{name.replace('_', '-')}"
-    elif name in in_file and not os.environ.get(variable):
-        label = f"{config_path()}: {name}"
-    else:
-        label = variable
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{label}: {message}."
+        return f"--{name.replace('_', '-')}"
+    if name in in_file and not os.environ.get(variable):
+        return f"{config_path()}: {name}"
+    return variable

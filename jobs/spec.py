@@ -18,6 +18,7 @@ from pagemill.jobs.errors import PagemillError, ProtocolMismatch, UsageError
 from pagemill.jobs.parameters import Refusal, read_parameters
 from pagemill.jobs.request import parse_row
 from pagemill.jobs.row import MAX_SEED, Row, filled_id, row_seed
+from pagemill.jobs.wrong_value import wrong_value
 
 __all__ = [
     "DEFAULT_MAX_LINE_BYTES",
@@ -142,9 +143,7 @@ def _explain(data: bytes | str, error: ValidationError) -> PagemillError:
         return PagemillError("job.json is not a JSON object: the job was not written by pagemill.")
     if version != PROTOCOL:
         return ProtocolMismatch(f"job.json speaks protocol {version}, this pagemill {PROTOCOL}: upgrade one.")
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    return PagemillError(f"job.json does not hold a job: {place}: {first['msg']}.")
+    return PagemillError(f"job.json does not hold a job: {wrong_value(error, JobSpec)}.")
 
 
 def check_defaults(raw: object) -> dict[str, Any]:

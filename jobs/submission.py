@@ -27,6 +27,7 @@ from pagemill.jobs.errors import JobConflict, ObjectNotFound, UsageError
 from pagemill.jobs.inputs import Source
 from pagemill.jobs.spec import InputRef, JobSpec
 from pagemill.jobs.storage import Storage, decide, encode_json
+from pagemill.jobs.wrong_value import wrong_value
 
 T = TypeVar("T")
 GRACE_S = 2.0
@@ -55,9 +56,7 @@ def build_spec(job: str, source: InputRef, fields: Mapping[str, Any]) -> JobSpec
     try:
         return JobSpec(job=job, input=source, **fields)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{place}: {first['msg'].removeprefix('Value error, ')}.") from None
+        raise UsageError(wrong_value(error, JobSpec) + ".") from None
 
 
 def read_spec(storage: Storage, job: str) -> JobSpec | None:

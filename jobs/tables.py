@@ -19,6 +19,8 @@ from pagemill.jobs.errors import UsageError
 
 ROWS: Final = 256
 """Rows that are Python objects at a time; one may be large."""
+BATCH_BYTES: Final = 1 << 30
+"""What the rows of a batch may come to where a file of a thousand bytes can say anything about them."""
 
 
 def is_table(value: Any) -> bool:
@@ -46,7 +48,20 @@ def rows_of_parquet(
     """Lines of a Parquet file, as objects. Raises UsageError where it is none, or lacks a column."""
     with opened as place, _readable(name), _parquet(place) as file:
         needed, line = columns.needed(file.schema_arrow.names), columns.liner()
-        yield from map(line, _cells(file.iter_batches(ROWS, columns=needed), needed, name))
+        batches = file.iter_batches(rows_at_once(file.metadata, needed), columns=needed)
+        yield from map(line, _cells(batches, needed, name))
+
+
+def rows_at_once(footer: Any, needed: list[str]) -> int:
+    """How many rows of a Parquet file make a batch. A dictionary holds a cell once, and each row that names
+    it is the whole cell again: no more rows than would fit if each were as large as all of the dictionary."""
+    largest = 1
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            path = chunk.path_in_schema
+            if chunk.has_dictionary_page and any(path == n or path.startswith(f"{n}.") for n in needed):
+                largest = max(largest, chunk.total_uncompressed_size)
+    return max(1, min(ROWS, BATCH_BYTES // largest))
 
 
 def _parquet(place: Path | BinaryIO) -> Any:

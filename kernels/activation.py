@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill.kernels.choice import takes_triton
+
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [tokens, 2 * width], gate first; returns [tokens, width]."""
-    if gate_up.device.type == "cuda":
+    if takes_triton(gate_up):
         from pagemill.kernels import activation_triton
 
         return activation_triton.gate(gate_up, gelu=False)
@@ -18,7 +20,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up in the tanh approximation, otherwise as `silu_mul`."""
-    if gate_up.device.type == "cuda":
+    if takes_triton(gate_up):
         from pagemill.kernels import activation_triton
 
         return activation_triton.gate(gate_up, gelu=True)

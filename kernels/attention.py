@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pagemill.kernels import attention_cpu, attention_torch
+from pagemill.kernels.choice import takes_triton
 from pagemill.kernels.packed_rows import PackedRows
 
 __all__ = ["PackedRows", "paged_attention", "plan_rows"]
@@ -62,12 +63,12 @@ def paged_attention(
         raise ValueError(f"a window of {window} keys shows a query nothing")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be above 0, not {softcap}")
-    attend = _on_cuda() if layer.is_cuda else _on_cpu(query.shape[2], query.dtype, layer.dtype)
+    attend = _in_triton() if takes_triton(layer) else _on_cpu(query.shape[2], query.dtype, layer.dtype)
     return attend(query, layer, rows, scale, window=window, softcap=softcap)
 
 
 @cache
-def _on_cuda() -> Callable[..., Tensor]:
+def _in_triton() -> Callable[..., Tensor]:
     # Here and not above: builds of torch for CPU bring no Triton.
     from pagemill.kernels import attention_triton
 

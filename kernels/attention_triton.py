@@ -71,33 +71,22 @@ def run_tile(head_dim: int, bytes_each: int) -> Tile:
 
 
 class DevicePlan:
-    """The integers of a step in one tensor on the device, at addresses that stay: filled again for each step
-    by one copy, it serves a captured graph, whose grids depend on `sizes` only."""
+    """The integers of a step on the device. At addresses that stay, filled again for each step, it serves a
+    captured graph, whose grids depend on `sizes` only."""
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, words: Tensor) -> None:
+        """words: int32 [plan_words(sizes)] on the device."""
         self.sizes = sizes
-        self._places: dict[str, tuple[int, int]] = {}
-        end = ALIGNMENT
-        for name, words in RECORD_WORDS.items():
-            size = getattr(sizes, name) * words
-            self._places[name] = (end, end + size)
-            end += -(-size // ALIGNMENT) * ALIGNMENT
-        self._host = torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._words: Int32s = self._host.numpy()
-        self._device = torch.empty(end, dtype=torch.int32, device=device)
+        self._device = words
+        self._places, _ = _plan_places(sizes)
 
-    def fill(self, plan: StepPlan) -> None:
-        """Copies a step to the device, in order with what the current stream does. The step before must have
-        left the host's copy, which the caller knows when it has read that step's results. Raises ValueError
-        where the step is larger than `sizes`."""
-        if not self.sizes.hold(plan.sizes):
-            raise ValueError(f"a step of {plan.sizes} does not fit a plan of {self.sizes}")
-        for name, place in COUNTS.items():
-            self._words[place] = getattr(plan.sizes, name)
-        for name, (start, _) in self._places.items():
-            records = np.ravel(plan.tables if name == "table_blocks" else getattr(plan, name))
-            self._words[start : start + len(records)] = records
-        self._device.copy_(self._host, non_blocking=True)
+    @staticmethod
+    def of(plan: StepPlan, device: torch.device) -> DevicePlan:
+        """One for this step alone, copied in order with what the current stream does."""
+        host = torch.from_numpy(plan_to_words(plan, plan.sizes))
+        if device.type == "cuda":
+            host = host.pin_memory()
+        return DevicePlan(plan.sizes, host.to(device, non_blocking=True))
 
     def section(self, name: str) -> Tensor:
         start, end = self._places[name]
@@ -105,6 +94,40 @@ class DevicePlan:
 
     def count(self, name: str) -> Tensor:
         return self._device[COUNTS[name] :]
+
+
+def _plan_places(sizes: Sizes) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each section begins and ends, and how many words there are in all."""
+    places: dict[str, tuple[int, int]] = {}
+    end = ALIGNMENT
+    for name, words in RECORD_WORDS.items():
+        size = getattr(sizes, name) * words
+        places[name] = (end, end + size)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return places, end
+
+
+def plan_words(sizes: Sizes) -> int:
+    return _plan_places(sizes)[1]
+
+
+def plan_to_words(plan: StepPlan, sizes: Sizes) -> Int32s:
+    """A step as the words that a DevicePlan of these sizes reads. Raises ValueError where it is larger."""
+    if not sizes.hold(plan.sizes):
+        raise ValueError(f"a step of {plan.sizes} does not fit a plan of {sizes}")
+    places, end = _plan_places(sizes)
+    words = np.zeros(end, np.int32)
+    for name, place in COUNTS.items():
+        words[place] = getattr(plan.sizes, name)
+    for name, (start, _) in places.items():
+        records = np.ravel(plan.tables if name == "table_blocks" else getattr(plan, name))
+        words[start : start + len(records)] = records
+    return words
+
+
+def plan_key(group: int, head_dim: int, bytes_each: int, window: int | None) -> tuple[object, ...]:
+    """Under what PackedRows keep a plan; whoever puts one there beforehand saves its copy."""
+    return ("triton", group, head_dim, bytes_each, window)
 
 
 def paged_attention(
@@ -123,17 +146,14 @@ def paged_attention(
     size = query.element_size()
 
     def on_device() -> DevicePlan:
-        step = plan_rows(rows, group, query.shape[2], size, window)
-        plan = DevicePlan(step.sizes, layer.device)
-        plan.fill(step)
-        return plan
+        return DevicePlan.of(plan_rows(rows, group, query.shape[2], size, window), layer.device)
 
-    plan = rows.once(("triton", group, query.shape[2], size, window), on_device)
+    plan = rows.once(plan_key(group, query.shape[2], size, window), on_device)
     return attend(query, layer, plan, scale, window=window, softcap=softcap, scales=scales)
 
 
 def plan_rows(rows: PackedRows, group: int, head_dim: int, bytes_each: int, window: int | None) -> StepPlan:
-    """A step for `DevicePlan.fill`. group: query heads of a kv head. bytes_each: of a number of a query."""
+    """A step for `plan_to_words`. group: query heads of a kv head. bytes_each: of a number of a query."""
     return plan_step(rows, group, window, run_tile(head_dim, bytes_each).rows, large_rows(bytes_each))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pagemill.kernels import linear_cpu
 from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
+from pagemill.kernels.choice import takes_compiled
 from pagemill.kernels.cpu_threads import why_not_compiled
 from pagemill.kernels.linear_cpu_words import PANEL, UNROLL
 
@@ -93,7 +94,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.compiled: InvariantLinear | None = None
         self.packed = False
-        if weight.dtype == torch.float32 and weight.device.type == "cpu" and why_not_compiled() is None:
+        if weight.dtype == torch.float32 and takes_compiled(weight) and why_not_compiled() is None:
             self.compiled = InvariantLinear(weight, bias)
             return
         self.packed = can_pack(weight)
@@ -151,7 +152,7 @@ class GatedLinear:
 
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN takes this weight: float32 on any CPU, bfloat16 where the CPU multiplies it."""
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+    if not takes_compiled(weight) or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.float32:
         return True

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagemill.kernels import cpu_threads
 from pagemill.kernels import linear_cpu_words as words
+from pagemill.kernels.choice import takes_compiled
 
 # Items a thread should find at least, so that none waits long for another's last one.
 ITEMS_A_THREAD = 4
@@ -21,7 +22,7 @@ ITEMS_A_THREAD = 4
 
 def refusal(weight: Tensor) -> str | None:
     """Why this form cannot serve a weight [outputs, inputs]; None if it can."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+    if not takes_compiled(weight) or weight.dtype != torch.float32:
         return "it computes float32 on CPU only"
     if weight.shape[0] % words.PANEL:
         return f"{weight.shape[0]} outputs are not a multiple of {words.PANEL}"

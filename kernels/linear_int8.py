@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pagemill.kernels import linear_int8_cpu
+from pagemill.kernels.choice import takes_compiled, takes_triton
 from pagemill.kernels.linear_int8_cpu_words import SMALLEST_ROW
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Int8Linear:
         """silu(x gate^T) * (x up^T) in one pass, bias [2 * out] the gate's first; None where that is not
         compiled. route: as above."""
         outputs, inputs = gate.shape
-        if gate.device.type != "cpu" or inputs % linear_int8_cpu.MULTIPLE or outputs % linear_int8_cpu.PANEL:
+        if not takes_compiled(gate) or inputs % linear_int8_cpu.MULTIPLE or outputs % linear_int8_cpu.PANEL:
             return None
         kind = route or fastest_route()
         if kind not in linear_int8_cpu.kinds():
@@ -120,7 +121,7 @@ def quantize_weight(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
 
 
 def _rounded(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    if weight.device.type == "cuda":
+    if takes_triton(weight):
         from pagemill.kernels import linear_triton
 
         return linear_triton.round_rows(weight, torch.int8, block)
@@ -203,7 +204,7 @@ ROUTES: dict[str, Callable[[Int8Weight], Multiply]] = {
 
 
 def _route_of(weight: Tensor) -> str:
-    if weight.device.type == "cuda":
+    if takes_triton(weight):
         return "triton"
     return fastest_route(weight.shape[1] % linear_int8_cpu.MULTIPLE == 0)
 

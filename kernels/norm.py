@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagemill.kernels import small_cpu
+from pagemill.kernels.choice import takes_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -15,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     float32 the value before it is rounded: Llama's and Gemma's order in transformers, and in bfloat16
     another order gives other tokens.
     """
-    if x.device.type == "cuda":
+    if takes_triton(x):
         from pagemill.kernels import norm_triton
 
         return norm_triton.rms_norm(x, weight, eps)
@@ -39,7 +40,7 @@ def add_rms_norm(
     inner_weight: that of a norm which x goes through before it is added (Gemma); None for none. Both weights
     have one dtype, and the order of rounding is that of `rms_norm`.
     """
-    if x.device.type == "cuda":
+    if takes_triton(x):
         from pagemill.kernels import norm_triton
 
         return norm_triton.add_rms_norm(residual, x, weight, eps, inner_weight)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pagemill.kernels import small_cpu
 from pagemill.kernels.cache_write import write_kv, write_scaled_kv
+from pagemill.kernels.choice import takes_triton
 from pagemill.kernels.norm import rms_norm
 from pagemill.kernels.rotary import apply_rope
 
@@ -29,7 +30,7 @@ def rope_write(
     bits, as for write_scaled_kv. Returns the rotated queries [tokens, num_heads, head_dim], which may be a
     view.
     """
-    if heads.device.type == "cuda":
+    if takes_triton(heads):
         from pagemill.kernels import rope_write_triton
 
         places = (layer, blocks, offsets)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagemill.kernels.cache_write import BLOCK_SIZE
+from pagemill.kernels.choice import takes_triton
 from pagemill.kernels.sample import mix64
 
 
@@ -60,7 +61,7 @@ def decode_inputs(table: RowTable, slots: Tensor, spare: int, out: DecodeInputs)
     A slot of -1 fills a graph up to its size: token 0 at position 0, written into the block `spare`, which
     belongs to no row; what is drawn for it is to be thrown away.
     """
-    if slots.device.type == "cuda":
+    if takes_triton(slots):
         from pagemill.kernels import row_table_triton
 
         row_table_triton.decode_inputs(table, slots, spare, out)
@@ -93,7 +94,7 @@ def _mixed(x: int) -> int:
 
 def advance(table: RowTable, slots: Tensor, tokens: Tensor) -> None:
     """Puts the token drawn in each row, int64 [rows], behind it; slots of -1 are none, others come once."""
-    if slots.device.type == "cuda":
+    if takes_triton(slots):
         from pagemill.kernels import row_table_triton
 
         row_table_triton.advance(table, slots, tokens)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill.kernels.choice import takes_triton
+
 # Filters first look at the best WINDOW tokens of the BLOCKS best blocks of BLOCK tokens, which mostly hold
 # all that they keep; then at the best WIDE_WINDOW of all; last they sort the vocabulary. 64 rows of 49,152,
 # one thread of an EPYC 7003: 8, 30 and 290 ms.
@@ -100,14 +102,14 @@ def apply_penalties(
 
 def count_tokens(rows: Tensor, tokens: Tensor, num_rows: int, vocabulary: int) -> Tensor:
     """How often each token occurs in each row: (rows, tokens) pairs to [num_rows, vocabulary] float32."""
-    counts = torch.zeros(num_rows * vocabulary, dtype=torch.float32)
-    counts.index_add_(0, rows * vocabulary + tokens, torch.ones(tokens.shape[0]))
+    counts = torch.zeros(num_rows * vocabulary, dtype=torch.float32, device=tokens.device)
+    counts.index_add_(0, rows * vocabulary + tokens, torch.ones(tokens.shape[0], device=tokens.device))
     return counts.view(num_rows, vocabulary)
 
 
 def best_tokens(logits: Tensor) -> Tensor:
     """The best token of each row, int64 [rows]; of equals the one with the lowest index."""
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         from pagemill.kernels import sample_triton
 
         return sample_triton.best_tokens(logits)
@@ -124,7 +126,7 @@ def sample_tokens(
     for off; min_p float32, 0 for off; all [rows]; keys of noise_keys. Tokens that tie at a filter's border
     stay in together, so that no result hangs on how a sort breaks ties.
     """
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         from pagemill.kernels import sample_triton
 
         return sample_triton.sample_tokens(logits, temperature, top_k, top_p, min_p, keys)
@@ -248,7 +250,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Te
 
     Returns the chosen tokens' [rows], then the best ones' values and ids [rows, top], best first.
     """
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         from pagemill.kernels import sample_triton
 
         return sample_triton.token_logprobs(logits, tokens, top)

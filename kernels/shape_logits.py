@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagemill.kernels.choice import takes_triton
+
 # Added to a count where the token occurs in the prompt.
 IN_PROMPT = 1 << 30
 
@@ -41,7 +43,7 @@ def shape_logits(logits: Tensor, slots: Tensor, shaping: Shaping) -> None:
 
     slots: int64 [rows], no slot twice; a row with -1 is left alone.
     """
-    if logits.device.type == "cuda":
+    if takes_triton(logits):
         from pagemill.kernels import shape_logits_triton
 
         shape_logits_triton.shape_logits(logits, slots, shaping)

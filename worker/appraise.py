@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from pagemill.engine.run.load import resolve_dtype
+from pagemill.engine.run.device import resolve_dtype
 from pagemill.engine.run.memory import size_text
 from pagemill.engine.run.preview import Sizes, preview
 from pagemill.engine.tokenizer import Tokenizer

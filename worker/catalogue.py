@@ -20,6 +20,7 @@ from pagemill.worker.settings import WorkerSettings
 if TYPE_CHECKING:
     from pagemill.engine.run.preview import Preview, Sizes
 
+COLUMNS = ("family", "covers", "architectures", "loaders")
 OTHERS = (
     "Any other causal language model of transformers runs through its own code, slower and without int8, if "
     "its attention works on keys and values of earlier tokens alone; `pagemill models PATH` says whether it "
@@ -79,16 +80,17 @@ def document(found: Preview) -> dict[str, Any]:
 
 
 def print_families() -> None:
-    """A family a line, then the others in words."""
+    """A family a line under a head, then the others in words."""
     known = families()
     if not sys.stdout.isatty():
+        print(*COLUMNS, sep="\t")
         for family in known["families"]:
             names = [*family["architectures"], *(f"gguf:{name}" for name in family["gguf_architectures"])]
             print(family["family"], family["covers"], ",".join(names), ",".join(family["loaders"]), sep="\t")
         print(known["others"])
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("family", "covers", "architectures", "loaders"):
+    for column in COLUMNS:
         table.add_column(column, overflow="fold")
     for family in known["families"]:
         shown = ", ".join(family["architectures"])
@@ -138,7 +140,12 @@ def _sizes(sizes: Sizes) -> dict[str, str]:
 
 
 def _fits(found: Preview) -> str:
-    if found.context is None or found.kv_tokens is None:
+    if found.context is None or found.kv_tokens is None or found.sizes is None:
         return ""
+    # As asked for: whole blocks are a little less.
+    gib = round(found.kv_tokens * found.sizes.kv_token_bytes / (1 << 30), 2)
     rows = found.kv_tokens / found.context
-    return f"{found.kv_tokens:,} tokens of keys and values, {rows:.1f} rows of {found.context:,}"
+    return (
+        f"{found.kv_tokens:,} tokens in {gib:.4g} GiB of keys and values (--kv-cache-gb), "
+        f"{rows:.1f} rows of {found.context:,}"
+    )

@@ -50,12 +50,17 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Dtype = Annotated[str | None, _engine("--dtype", text="auto, float32 or bfloat16.")]
-Device = Annotated[str | None, _engine("--device", text="auto or cpu.")]
+Dtype = Annotated[str | None, _engine("--dtype", text="auto, float32, bfloat16, or on a card float16.")]
+Device = Annotated[
+    str | None, _engine("--device", text="auto (a card if there is one), cpu, cuda or cuda:N.")
+]
 Quantization = Annotated[
     str | None, _engine("--quantization", text="int8: dense layers in 8-bit integers, for speed and memory.")
 ]
-KvCache = Annotated[float | None, _engine("--kv-cache-gb", text="Memory for keys and values, in GiB.")]
+KvCache = Annotated[
+    float | None,
+    _engine("--kv-cache-gb", text="GiB for keys and values; by default 1, on a card what is left."),
+]
 Context = Annotated[
     int | None, _engine("--context", text="Most tokens of a row, where less than the model's.", min=1)
 ]
@@ -274,6 +279,7 @@ def models(
         ),
     ] = None,
     dtype: Dtype = None,
+    device: Device = None,
     quantization: Quantization = None,
     kv_cache_gb: KvCache = None,
     context: Context = None,
@@ -297,6 +303,7 @@ def models(
     settings = _settings(
         model=model,
         dtype=dtype,
+        device=device,
         quantization=quantization,
         kv_cache_gb=kv_cache_gb,
         context=context,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pagemill.jobs.errors import PagemillError
 from pagemill.jobs.failures import describe
@@ -23,6 +23,9 @@ from pagemill.jobs.state import State
 from pagemill.jobs.status import WorkerInfo
 from pagemill.jobs.storage import open_storage
 from pagemill.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from pagemill.engine.run.card import Look
 
 Verdict = Literal["ok", "warn", "broken"]
 OLDEST_REDIS = (6, 2)
@@ -231,27 +234,36 @@ def device() -> Iterator[Finding]:
     found = f"{cores} cores, {', '.join(features) or platform.machine()}{memory}"
     mend = "A processor without AVX2 computes many times slower." if slow else ""
     yield Finding("cpu", "warn" if slow else "ok", found, mend)
-    if _installed("torch") is None:
-        return
-    try:
-        import torch
+    if _installed("torch") is not None:
+        from pagemill.engine.run.card import look
 
-        if not torch.cuda.is_available():
-            yield Finding("cuda", "ok", "none; the engine runs on the CPU")
-            return
-        for index in range(torch.cuda.device_count()):
-            free, size = torch.cuda.mem_get_info(index)
-            name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-            kind = ".".join(map(str, capability))
-            yield Finding(
-                f"cuda:{index}",
-                "ok",
-                f"{name}, compute {kind}, {free / GIB:.1f} of {size / GIB:.1f} GiB free",
-            )
-    except Exception as error:
-        yield Finding(
-            "cuda", "broken", describe(error)[0], "Check the driver (nvidia-smi) and the CUDA build of torch."
-        )
+        yield from cards(look())
+
+
+def cards(seen: Look) -> Iterator[Finding]:
+    """What torch sees of CUDA, and whether an engine runs on it without a flag."""
+    from pagemill.engine.run.device import refusal
+
+    if seen.problem is not None:
+        yield Finding("cuda", "broken", seen.problem, "Check the driver (nvidia-smi); or use --device cpu.")
+        return
+    if not seen.cards:
+        build = "torch is a build for CPU" if seen.built is None else f"torch is built for CUDA {seen.built}"
+        yield Finding("cuda", "ok", f"no card ({build}); the engine runs on the CPU")
+        return
+    usable = False
+    for card in seen.cards:
+        kind = ".".join(map(str, card.capability))
+        facts = f"{card.name}, compute {kind}, {card.free / GIB:.1f} of {card.total / GIB:.1f} GiB free"
+        reason = refusal(card)
+        mend = "" if reason is None else f"{reason}. Another card, or --device cpu."
+        yield Finding(f"cuda:{card.index}", "ok" if reason is None else "warn", facts, mend)
+        usable = usable or reason is None
+    driver = f"driver {seen.driver}" if seen.driver else "driver unknown"
+    yield Finding("cuda", "ok", f"CUDA {seen.built}, {driver}")
+    if usable:
+        triton = _installed("triton")
+        yield Finding("kernels", "ok", f"Triton {triton}; dense layers by cuBLAS, decodes as CUDA graphs")
 
 
 def _cpu_flags() -> set[str]:

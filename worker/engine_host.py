@@ -81,8 +81,8 @@ class EngineInfo:
 
     def described(self) -> str:
         return (
-            f"{self.model}, {self.dtype} on {self.device}, context {self.context}, "
-            f"{self.kv_tokens} tokens of KV, loaded in {self.load_seconds:.1f} s"
+            f"model {self.model} loaded in {self.load_seconds:.1f} s, {self.dtype} on {self.device}, "
+            f"context {self.context}, {self.kv_tokens} tokens of KV"
         )
 
 
@@ -262,6 +262,8 @@ class EngineHost:
         self._child = child = EngineProcess(self._on_data, self._on_control)
         self._fruitful, self._figures = False, {}
         self._loaded = asyncio.get_running_loop().create_future()
+        start = self._config.start
+        log.info("loading model %s from %s", start.get("model"), start.get("model_source"))
         try:
             await child.start(
                 {"op": "start", "rows": self._config.rows, **self._config.start}, dict(self._config.env)
@@ -299,7 +301,7 @@ class EngineHost:
         if message["op"] == "failed":
             return str(message["message"])
         self._info = info = EngineInfo(**{name: message[name] for name in EngineInfo.__slots__})
-        log.info("engine ready: pid %d, %s", child.pid, info.described())
+        log.info("engine ready: %s, process %d", info.described(), child.pid)
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_result(info)

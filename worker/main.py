@@ -104,7 +104,6 @@ async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] |
         for task in done:
             task.result()
     finally:
-        log.info("worker %s leaves", settings.worker_id)
         serving.phase = "draining"
         await leasing.leave(LEAVE_S)
         await cancelled(ending)
@@ -112,6 +111,7 @@ async def _work(shop: Workshop, stop: asyncio.Event, ready: Callable[[], None] |
         for tickets in ticketing:
             await tickets.close()
         endpoints.close()
+        log.info("worker %s has left", settings.worker_id)
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -2,6 +2,7 @@
 
     DIR/jobs/<job>/…             the store: results, manifest, everything that a job is
     DIR/.pagemill-run/run.json   which job this folder is for, written before anything else
+    DIR/.pagemill-run/seconds    how long it has been running, in all its runs
     DIR/.pagemill-run/redis/     the private Valkey's append-only file
     DIR/.pagemill-run/worker.log
 
@@ -71,16 +72,15 @@ class Order:
 class Outcome:
     """How the run ended.
 
-    fresh: it ran now, rather than having ended before. seconds: of running, now, the model's loading
-    included.
-    tokens_before: written by an earlier run that was cut off.
+    fresh: it ran now, rather than having ended before. seconds: of running, earlier runs that were cut off
+    and the model's loading included. seconds_now: of them in this run.
     """
 
     status: JobStatus
     storage: Storage = field(repr=False)
     fresh: bool
     seconds: float = 0.0
-    tokens_before: int = 0
+    seconds_now: float = 0.0
 
 
 async def run_once(order: Order, follower: Follower | None) -> Outcome:
@@ -97,12 +97,32 @@ async def run_once(order: Order, follower: Follower | None) -> Outcome:
         if known and await asyncio.to_thread(storage.head, layout.manifest(job)) is not None:
             return Outcome(await asyncio.to_thread(remembered, storage, job), storage, fresh=False)
         if follower is not None:
-            say(f"{'Going on with' if known else 'Running'} job {job} on {spec.model}")
+            what = "Going on with" if known else "Running"
+            # Kernels are compiled then; without this word the first minute looks like a hang.
+            say(f"{what} job {job} on {spec.model}, which loads first: longest the first time on a machine")
         _log_to(folder / "worker.log")
-        began = time.monotonic()
+        clock = _Clock(folder / "seconds", goes_on=known)
         with interruptible("Interrupted; what is finished is kept: run the same command again to go on."):
-            status, before = await _until_ended(order, folder, spec, known, follower)
-        return Outcome(status, storage, True, time.monotonic() - began, before)
+            status = await _until_ended(order, folder, spec, known, follower, clock)
+        return Outcome(status, storage, True, *clock.note())
+
+
+class _Clock:
+    """How long the folder's job has been running, kept in a file, so that a run that is killed counts too."""
+
+    def __init__(self, place: Path, *, goes_on: bool) -> None:
+        self._place, self._began, self._before = place, time.monotonic(), 0.0
+        if goes_on:
+            with contextlib.suppress(OSError, ValueError):
+                self._before = max(0.0, float(place.read_text()))
+        self.note()
+
+    def note(self) -> tuple[float, float]:
+        """Writes it down; seconds in all, and those of this run."""
+        now = time.monotonic() - self._began
+        with contextlib.suppress(OSError):  # a figure for people is worth no trouble
+            self._place.write_text(f"{self._before + now:.3f}\n")
+        return self._before + now, now
 
 
 async def _accepted(order: Order, storage: Storage, job: str) -> tuple[JobSpec, bool]:
@@ -126,14 +146,13 @@ async def _accepted(order: Order, storage: Storage, job: str) -> tuple[JobSpec, 
 
 
 async def _until_ended(
-    order: Order, folder: Path, spec: JobSpec, known: bool, follower: Follower | None
-) -> tuple[JobStatus, int]:
+    order: Order, folder: Path, spec: JobSpec, known: bool, follower: Follower | None, clock: _Clock
+) -> JobStatus:
     """The job beside its Redis and its worker, until it has ended or the worker has."""
     async with embedded_redis(folder / "redis") as redis_url:
         settings = order.settings.model_copy(update={"redis_url": redis_url})
         async with Client(redis_url, settings.store, storage_options=settings.storage_options()) as client:
             job = await client.adopt(spec, known=known)
-            before = (await job.status()).completion_tokens
             statuses = _calm(client.watch(job.id))
             following = asyncio.create_task(
                 follower.follow(statuses, RecentErrors(client, job.id)) if follower else _last(statuses)
@@ -141,14 +160,14 @@ async def _until_ended(
             # Each of these ends early only by raising.
             others = {
                 asyncio.create_task(_work(settings)),
-                asyncio.create_task(_patience(client, job.id, settings.worker_id)),
+                asyncio.create_task(_patience(client, job.id, settings.worker_id, clock)),
             }
             try:
                 done, _ = await asyncio.wait({following, *others}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {following}:
                     if following not in done:
                         await task
-                return await following, before
+                return await following
             finally:
                 await _ended(following, *others)
 
@@ -176,11 +195,12 @@ async def _calm(statuses: AsyncIterator[JobStatus]) -> AsyncIterator[JobStatus]:
         yield replace(status, blocked_reason="") if status.blocked_reason.startswith(UNSERVED) else status
 
 
-async def _patience(client: Client, job: str, worker: str) -> None:
+async def _patience(client: Client, job: str, worker: str, clock: _Clock) -> None:
     """Ends by raising, when our own worker, the only one there is, cannot go on with the job."""
     since: float | None = None
     while True:
         await asyncio.sleep(LOOK_S)
+        clock.note()
         status = await client.status(job)
         reason = status.blocked_reason
         if not reason or status.terminal or reason.startswith(UNSERVED):

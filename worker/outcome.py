@@ -54,15 +54,14 @@ def print_outcome(outcome: Outcome, *, rows: bool) -> None:
         print("This job had ended before; nothing was run again.")
     manifest = _manifest(outcome)
     parts = manifest.get("parts", [])
-    speed = _speed(outcome)
     render.print_fields(
         {
             "job": status.job,
             "state": status.state,
-            "rows": f"{status.total:,}: {status.completed:,} completed, {status.failed:,} failed",
+            "rows": render.rows_text(status),
             "errors": ", ".join(f"{code} {count:,}" for code, count in manifest.get("errors", {}).items()),
             "tokens": render.tokens_text(status),
-            "speed": f"{speed:,.1f} tokens/s out, {render.span(outcome.seconds)} in all" if speed else "",
+            "speed": _speed_text(outcome),
             "parquet": f"{_files(parts)} in {_place(outcome, layout.parts(status.job))}" if parts else "",
             "manifest": _place(outcome, layout.manifest(status.job)),
         },
@@ -117,10 +116,20 @@ def _manifest(outcome: Outcome) -> dict[str, Any]:
 
 
 def _speed(outcome: Outcome) -> float | None:
-    """Tokens written in a second of running, loading the model included."""
+    """Tokens that the job has written in a second of running, loading the model included."""
     if not outcome.fresh or not outcome.seconds:
         return None
-    return round((outcome.status.completion_tokens - outcome.tokens_before) / outcome.seconds, 1)
+    return round(outcome.status.completion_tokens / outcome.seconds, 1)
+
+
+def _speed_text(outcome: Outcome) -> str:
+    speed = _speed(outcome)
+    if not speed:
+        return ""
+    again = f", {render.span(outcome.seconds_now)} of it in this run"
+    return f"{speed:,.1f} tokens/s out, {render.span(outcome.seconds)} in all" + (
+        again if outcome.seconds_now < outcome.seconds else ""
+    )
 
 
 def _place(outcome: Outcome, key: str) -> str:

@@ -7,6 +7,7 @@ may not know how any of it is used.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +56,15 @@ class WorkerSettings(ClientSettings):
     worker_id: str = Field(default_factory=default_worker_id, description="how this worker signs leases")
 
     engine: Literal["native", "simulated"] = Field("native", description="simulated: load and chaos runs")
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: Literal["auto", "cpu"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field("auto", description="auto takes a card where there is one")
     quantization: Literal["int8"] | None = Field(None, description="int8: dense layers in 8-bit integers")
-    kv_cache_gb: float = Field(1.0, gt=0, description="memory for keys and values")
+    kv_cache_gb: float | None = Field(
+        None,
+        gt=0,
+        le=1 << 20,
+        description="memory for keys and values; by default 1 on a CPU, what is left on a card",
+    )
     context: int | None = Field(None, ge=1, description="hold less than the model's own context")
     threads: int | None = Field(None, ge=1, description="threads of the engine's arithmetic")
     max_num_seqs: int | None = Field(None, ge=1, description="rows in one step of the engine")
@@ -128,6 +134,13 @@ class WorkerSettings(ClientSettings):
         if os.environ.get("PAGEMILL_MODEL"):
             found.pop("models", None)
         return found
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
+            raise ValueError(f"it must be auto, cpu, cuda or cuda:N, not {device!r}")
+        return device
 
     @field_validator("name")
     @classmethod

@@ -40,7 +40,8 @@ class PrefixCache:
     """Finds what is cached, and publishes what has been computed.
 
     A published block is never written again: a row writes beyond its computed tokens only, and these end
-    beyond every full block that it found or published.
+    beyond every full block that it found or published. Blocks are published over tokens that were read and
+    accepted: a token that a step draws is computed by a later one, whose result is read later too.
     """
 
     def __init__(self, pool: BlockPool, *, enabled: bool = True) -> None:
@@ -64,11 +65,11 @@ class PrefixCache:
             found.append(block)
         return found
 
-    def publish(self, seq: Sequence, computed_before: int) -> list[bytes]:
-        """Label the blocks that the last step has filled, and return their hashes."""
+    def publish(self, seq: Sequence, begin: int, end: int) -> list[bytes]:
+        """Label the blocks that a step over tokens [begin, end) has filled, and return their hashes."""
         if not self.enabled:
             return []
-        first, end = computed_before // BLOCK_SIZE, seq.num_computed_tokens // BLOCK_SIZE
+        first, end = begin // BLOCK_SIZE, end // BLOCK_SIZE
         if first == end:
             return []
         extend_hashes(seq, end)

@@ -17,6 +17,7 @@ from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.models.rope import Rope
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.kernels.attention import PackedRows, paged_attention
+from pagemill.kernels.choice import takes_triton
 from pagemill.kernels.linear import Dense, GatedLinear, Linear, MakeDense
 from pagemill.kernels.norm import add_rms_norm, rms_norm
 from pagemill.kernels.rope_write import rope_write
@@ -204,7 +205,7 @@ def _add(
     residual: Tensor, layer: Dense, x: Tensor, inner_norm: Tensor | None, norm: Tensor, eps: float
 ) -> Tensor:
     """Adds layer(x) to `residual` in place, normalised first where the family does, and norms the sum."""
-    if inner_norm is None and residual.device.type == "cpu":
+    if inner_norm is None and not takes_triton(residual):
         # Compiled layers add in the same pass; on a GPU it is the norm that does.
         layer.add_to(residual, x)
         return rms_norm(residual, norm, eps)

@@ -128,7 +128,7 @@ class Fallback:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] in float32 of the hidden states of rows that sample."""
         self._given.hidden = hidden[None]
-        ids = torch.zeros((1, hidden.shape[0]), dtype=torch.int64)
+        ids = torch.zeros((1, hidden.shape[0]), dtype=torch.int64, device=hidden.device)
         logits: Tensor = self._head(input_ids=ids, use_cache=False).logits[0]
         return logits.float()
 

@@ -16,9 +16,14 @@ import torch
 
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.config import EngineConfig, ModelInfo
+from pagemill.engine.models.decoder import Decoder
 from pagemill.engine.models.fallback import Fallback
 from pagemill.engine.run.available import available_memory, give_back_freed
-from pagemill.engine.run.memory import plan_memory, weight_bytes, widens
+from pagemill.engine.run.card import Card
+from pagemill.engine.run.card_load import fit_limits, measure_steps, most_blocks, storage_of, usable_bytes
+from pagemill.engine.run.card_runner import CardRunner, put
+from pagemill.engine.run.device import CPU, choose_card, resolve_dtype
+from pagemill.engine.run.memory import MemoryPlan, plan_memory, weight_bytes, widens
 from pagemill.engine.run.runner import ModelRunner
 from pagemill.engine.run.sampler import Sampler
 from pagemill.engine.run.trial import check_fallback
@@ -37,35 +42,92 @@ GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Everything that running one model takes, but the scheduler."""
+    """Everything that running one model takes, but the scheduler. max_num_tokens, max_num_seqs: what a step
+    may hold; None for the scheduler's own."""
 
-    runner: ModelRunner
+    runner: ModelRunner | CardRunner
     tokenizer: Tokenizer
     info: ModelInfo
+    max_num_tokens: int | None = None
+    max_num_seqs: int | None = None
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Reads tokenizer and weights and takes memory; ModelLoadError or OutOfMemory say why that cannot be."""
-    device = torch.device("cpu")
-    dtype = resolve_dtype(config.dtype)
+def load_model(config: EngineConfig, card: Card | None = None) -> LoadedModel:
+    """Reads tokenizer and weights and takes memory; ModelLoadError or OutOfMemory say why that cannot be.
+
+    card: where to run, instead of what the config's device names.
+    """
+    card = card or choose_card(config.device)
+    dtype = resolve_dtype(config.dtype, card)
     set_threads(config.threads)
     checkpoint = open_checkpoint(config.model)
-    spec = checkpoint.spec
-    # Before the weights, so that what can never work does not wait for them; and after, when what is left
-    # is known.
+    # Before the weights, so that what can never work does not wait for them.
     if config.deterministic:
-        check_deterministic(checkpoint, dtype)
-    weights = weight_bytes(spec, dtype, config)
-    plan_memory(spec, dtype, config, available_memory(), weights=weights)
+        check_deterministic(checkpoint, dtype, card is not None)
+    if card is None:
+        return _on_cpu(config, checkpoint, dtype)
+    with card.active():
+        return _on_card(config, checkpoint, dtype, card)
+
+
+def _on_cpu(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
+    spec = checkpoint.spec
+    # Again after the weights, when what is left is known.
+    plan_memory(spec, dtype, config, available_memory(), weights=weight_bytes(spec, dtype, config))
     tokenizer = Tokenizer.from_path(config.model)
-    model = load_weights(checkpoint, dtype, device, config.quantization, config.deterministic)
-    if isinstance(model, Fallback):
-        check_fallback(model, dtype)
+    model = _weights(config, checkpoint, dtype, CPU)
     give_back_freed()
     memory = plan_memory(spec, dtype, config, available_memory())
-    storage = KVStorage(memory.num_blocks, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, device)
+    storage = KVStorage(memory.num_blocks, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, CPU)
+    info = _info(config, checkpoint, tokenizer, memory, dtype, CPU)
+    runner = ModelRunner(model, storage, Sampler(info.eos_token_ids), config.shared_prefix_attention)
+    return LoadedModel(runner, tokenizer, info, config.max_num_tokens, config.max_num_seqs)
+
+
+def _on_card(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, card: Card) -> LoadedModel:
+    spec = checkpoint.spec
+    card.set_arithmetic(config.deterministic)
+    weights, usable = weight_bytes(spec, dtype, config), usable_bytes(card)
+    config = fit_limits(spec, dtype, config, usable - weights)
+    most = most_blocks(spec, config)
+    plan_memory(spec, dtype, config, usable, weights=weights, most_blocks=most)
+    tokenizer = Tokenizer.from_path(config.model)
+    model = _weights(config, checkpoint, dtype, card.device)
+    step = measure_steps(model, dtype, config, card)
+    memory = plan_memory(spec, dtype, config, usable_bytes(card), step=step, most_blocks=most)
+    info = _info(config, checkpoint, tokenizer, memory, dtype, card.device)
+    runner = CardRunner(
+        model,
+        storage_of(spec, memory.num_blocks, dtype, card.device),
+        Sampler(info.eos_token_ids, lambda tensor: put(card, tensor)),
+        card,
+        max_rows=config.max_num_seqs or 1,
+        context=memory.context,
+        share_prefixes=config.shared_prefix_attention,
+    )
+    return LoadedModel(runner, tokenizer, info, config.max_num_tokens, config.max_num_seqs)
+
+
+def _weights(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> Decoder | Fallback:
+    model = load_weights(checkpoint, dtype, device, config.quantization, config.deterministic)
+    if isinstance(model, Fallback):
+        check_fallback(model, dtype, device)
+    return model
+
+
+def _info(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    memory: MemoryPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelInfo:
+    spec = checkpoint.spec
     ends = frozenset(i for i in checkpoint.eos_token_ids | tokenizer.eos_token_ids if i < spec.vocab_size)
-    info = ModelInfo(
+    return ModelInfo(
         name=Path(config.model).stem if Path(config.model).is_file() else Path(config.model).resolve().name,
         fingerprint=fingerprint(checkpoint, tokenizer, dtype, config),
         architecture=spec.architecture,
@@ -80,8 +142,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
         rope_switch=spec.rope_switch,
         generation_defaults=generation_defaults(checkpoint.generation),
     )
-    runner = ModelRunner(model, storage, Sampler(ends), config.shared_prefix_attention)
-    return LoadedModel(runner, tokenizer, info)
 
 
 def generation_defaults(generation: Mapping[str, Any]) -> dict[str, object]:
@@ -109,18 +169,6 @@ def fingerprint(
     if widens(dtype, config):
         facts.append("deterministic")
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
-
-
-def resolve_dtype(name: str) -> torch.dtype:
-    """auto is bfloat16 where the CPU multiplies it in hardware, else float32."""
-    if name == "auto":
-        name = "bfloat16" if _multiplies_bfloat16() else "float32"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def _multiplies_bfloat16() -> bool:
-    cpu = torch.cpu
-    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
 
 
 def set_threads(threads: int | None) -> None:

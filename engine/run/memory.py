@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from pagemill.engine.cache.storage import block_bytes
-from pagemill.engine.config import BLOCK_SIZE, DEFAULT_NUM_SEQS, DEFAULT_NUM_TOKENS, EngineConfig
+from pagemill.engine.config import (
+    BLOCK_SIZE,
+    DEFAULT_KV_GB,
+    DEFAULT_NUM_SEQS,
+    DEFAULT_NUM_TOKENS,
+    EngineConfig,
+)
 from pagemill.engine.errors import OutOfMemory
 from pagemill.engine.models.spec import DecoderSpec, ModelSpec
 
@@ -50,20 +56,27 @@ def plan_memory(
     available: int | None = None,
     *,
     weights: int = 0,
+    step: int | None = None,
+    most_blocks: int | None = None,
 ) -> MemoryPlan:
     """Sizes the key-value memory; raises OutOfMemory when it cannot be had or is too small for the context.
 
     available: bytes free for weights, key-value memory and the numbers of one step; None where that cannot
-    be known. weights: bytes of them still to be read. Without a context asked for, it is as much as model
-    and memory allow.
+    be known. weights: bytes of them still to be read. step: bytes of a step where they were measured.
+    most_blocks: where no size was asked for, take all that is free, but no more than this; None takes
+    DEFAULT_KV_GB. Without a context asked for, it is as much as model and memory allow.
     """
     one = block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    step = step_bytes(spec, dtype, config)
-    budget = f"kv_cache_gb {config.kv_cache_gb:g}"
-    blocks = int(config.kv_cache_gb * GIB // one)
+    step = step_bytes(spec, dtype, config) if step is None else step
+    free = None if available is None else max(0, (available - weights - step) // one)
     if config.num_blocks is not None:
         budget, blocks = f"num_blocks {config.num_blocks}", config.num_blocks
-    free = None if available is None else max(0, (available - weights - step) // one)
+    elif config.kv_cache_gb is None and most_blocks is not None and free is not None:
+        # At least one, so that where none is left the sentence is about that one.
+        budget, blocks = "all that is left", max(1, min(free, most_blocks))
+    else:
+        gib = DEFAULT_KV_GB if config.kv_cache_gb is None else config.kv_cache_gb
+        budget, blocks = f"kv_cache_gb {gib:g}", int(gib * GIB // one)
     would_fit = _would_fit(spec, free, one, available or 0) if free is not None else ""
     if blocks < 1:
         raise OutOfMemory(
@@ -127,12 +140,22 @@ def _would_fit(spec: ModelSpec, blocks: int, one: int, available: int) -> str:
             f"; {size_text(available)} are free, which leaves no key-value memory: the largest context that "
             "fits is 0 tokens"
         )
-    # Rounded down, so that what it names does fit.
-    most = int(blocks * one / GIB * 1000) / 1000
     return (
-        f"; {size_text(available)} are free, so that key-value memory of {size_text(blocks * one)} fits "
-        f"(kv_cache_gb {most:g}) and the largest context that fits is {_context_in(blocks, spec)} tokens"
+        f"; {size_text(available)} are free, so that kv_cache_gb {budget_text(blocks, one)} fits, and the "
+        f"largest context that fits is {_context_in(blocks, spec)} tokens"
     )
+
+
+def budget_text(blocks: int, one: int) -> str:
+    """A kv_cache_gb for nearly so many blocks of `one` bytes and never more: typed back in, it fits."""
+    digits = 3
+    while True:
+        figures = str(blocks * one * 10**digits // GIB).rjust(digits + 1, "0")  # rounded down
+        text = f"{figures[:-digits]}.{figures[-digits:]}"
+        # A binary fraction of 30 places has as many decimal ones, so that this ends.
+        if float(text) * GIB // one >= blocks - blocks // 100:
+            return text.rstrip("0").rstrip(".")
+        digits += 1
 
 
 def _check_context(spec: ModelSpec, context: int, blocks: int, one: int, budget: str) -> None:

@@ -14,7 +14,8 @@ from pagemill.engine.config import EngineConfig
 from pagemill.engine.errors import EngineError
 from pagemill.engine.models.registry import Description, describe
 from pagemill.engine.run.available import available_memory
-from pagemill.engine.run.load import resolve_dtype
+from pagemill.engine.run.card_load import fit_limits, most_blocks, usable_bytes
+from pagemill.engine.run.device import choose_card, resolve_dtype
 from pagemill.engine.run.memory import plan_memory, step_bytes, weight_bytes
 from pagemill.engine.tokenizer import Tokenizer
 from pagemill.engine.weights.load import Checkpoint, check_deterministic, check_quantization, open_checkpoint
@@ -57,22 +58,29 @@ class Preview:
 
 def preview(config: EngineConfig) -> Preview:
     """Looks at the files of `config.model`; takes seconds for a model without a family, less for others."""
-    dtype = resolve_dtype(config.dtype)
+    card = choose_card(config.device)
+    dtype = resolve_dtype(config.dtype, card)
     name = str(dtype).removeprefix("torch.")
     found = describe(config.model)
     if found.how == "refused":
         return Preview(found, False, name, config.quantization, reason=found.reason)
     checkpoint = open_checkpoint(config.model)
     spec = checkpoint.spec
-    weights, free = weight_bytes(spec, dtype, config), available_memory()
+    weights = weight_bytes(spec, dtype, config)
+    if card is None:
+        free, most = available_memory(), None
+    else:
+        free = usable_bytes(card)
+        config = fit_limits(spec, dtype, config, free - weights)
+        most = most_blocks(spec, config)
     context = kv_tokens = reason = None
     template = None
     try:
         check_quantization(checkpoint, config.quantization)
         if config.deterministic:
-            check_deterministic(checkpoint, dtype)
+            check_deterministic(checkpoint, dtype, card is not None)
         template = Tokenizer.from_path(config.model).has_chat_template
-        plan = plan_memory(spec, dtype, config, free, weights=weights)
+        plan = plan_memory(spec, dtype, config, free, weights=weights, most_blocks=most)
         context, kv_tokens = plan.context, plan.kv_tokens
     except EngineError as error:
         reason = str(error)

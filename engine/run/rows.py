@@ -35,8 +35,8 @@ def build_rows(batch: Batch, storage: KVStorage, share_prefixes: bool = True) ->
     blocks: list[int] = []
     starts = [0]
     lengths = []
-    for seq, new in zip(batch.sequences, batch.num_scheduled, strict=True):
-        begin, end = seq.num_computed_tokens, seq.num_computed_tokens + new
+    for seq, begin, new in zip(batch.sequences, batch.starts, batch.num_scheduled, strict=True):
+        end = begin + new
         token_ids += seq.token_ids[begin:end]
         positions += range(begin, end)
         table = seq.block_table
@@ -47,20 +47,27 @@ def build_rows(batch: Batch, storage: KVStorage, share_prefixes: bool = True) ->
         starts.append(starts[-1] + new)
     tables = [seq.block_table for seq in batch.sequences]
     rows = plan_rows(batch.num_scheduled, lengths, tables, storage.layer(0), share_prefixes)
-    where = torch.tensor(positions)
-    place = torch.tensor(blocks)
+    device = storage.tensor.device
+    where = torch.tensor(positions, device=device)
+    place = torch.tensor(blocks, device=device)
     offsets = where % BLOCK_SIZE
     inputs = Inputs(
-        torch.tensor(token_ids), where, place, offsets, place[offsets == 0], rows, _long_rope(batch)
+        torch.tensor(token_ids, device=device),
+        where,
+        place,
+        offsets,
+        place[offsets == 0],
+        rows,
+        _long_rope(batch, device),
     )
     sampling = tuple(i for i in range(len(batch.sequences)) if batch.samples(i))
-    last_tokens = torch.tensor([starts[i + 1] - 1 for i in sampling], dtype=torch.int64)
+    last_tokens = torch.tensor([starts[i + 1] - 1 for i in sampling], dtype=torch.int64, device=device)
     return StepRows(inputs, tuple(starts), sampling, last_tokens)
 
 
-def _long_rope(batch: Batch) -> torch.Tensor | None:
+def _long_rope(batch: Batch, device: torch.device) -> torch.Tensor | None:
     """For each token whether its row has outgrown the original context; None where no row has."""
     rows = [seq.long_rope for seq in batch.sequences]
     if not any(rows):
         return None
-    return torch.repeat_interleave(torch.tensor(rows), torch.tensor(batch.num_scheduled))
+    return torch.repeat_interleave(torch.tensor(rows), torch.tensor(batch.num_scheduled)).to(device)

@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagemill.engine.batch import Batch, StepResult
+from pagemill.engine.batch import Batch, ReadResult, StepResult
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.models.decoder import Inputs
+from pagemill.engine.models.spec import ModelSpec
 from pagemill.engine.request import TokenLogprob
 from pagemill.engine.run.rows import StepRows, build_rows
 from pagemill.engine.run.sampler import Sampled, Sampler
@@ -22,6 +23,9 @@ from pagemill.engine.run.sampler import Sampled, Sampler
 
 class Model(Protocol):
     """The one decoder, or a model of transformers in its place."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def hidden(self, inputs: Inputs, storage: KVStorage) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm; writes the tokens' keys and values."""
@@ -33,7 +37,7 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """Implements batch.Runner for one model and one storage.
+    """Implements batch.Runner on CPU, for one model and one storage: a step has run when it was begun.
 
     share_prefixes: whether attention reads memory that rows share once for all of them.
     """
@@ -45,6 +49,14 @@ class ModelRunner:
         self.storage = storage
         self.sampler = sampler
         self.share_prefixes = share_prefixes
+
+    @property
+    def depth(self) -> int:
+        return 0
+
+    def begin(self, batch: Batch) -> ReadResult:
+        result = self.execute(batch)
+        return lambda: result
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:

@@ -27,12 +27,12 @@ ALLOWED_HALF = 0.25
 
 
 @torch.inference_mode()
-def check_fallback(model: Fallback, dtype: torch.dtype) -> None:
+def check_fallback(model: Fallback, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ModelLoadError when the model computes something else through our attention than by itself."""
     texts = [_text(row, model.spec.vocab_size) for row in (0, 1)]
     try:
-        found = _packed(model, texts, dtype)
-        expected = [model.by_itself(torch.tensor(text)) for text in texts]
+        found = _packed(model, texts, dtype, device)
+        expected = [model.by_itself(torch.tensor(text, device=device)) for text in texts]
     except Exception as error:
         # Modelling code fails in any way where it is used otherwise than it expects.
         raise ModelLoadError(
@@ -51,13 +51,13 @@ def _text(row: int, vocabulary: int) -> list[int]:
     return [(7 + 13 * row + 31 * i) % vocabulary for i in range(sum(step[row] for step in STEPS))]
 
 
-def _packed(model: Fallback, texts: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
+def _packed(
+    model: Fallback, texts: list[list[int]], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     """Logits of every token of each text."""
     spec = model.spec
     blocks = [-(-len(text) // BLOCK_SIZE) for text in texts]
-    storage = KVStorage(
-        sum(blocks), spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, torch.device("cpu")
-    )
+    storage = KVStorage(sum(blocks), spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, device)
     rows = [Sequence.of(Request(str(i), tuple(text), SamplingParams(1)), i) for i, text in enumerate(texts)]
     rows[0].block_table, rows[1].block_table = list(range(blocks[0])), list(range(blocks[0], sum(blocks)))
     parts: list[list[Tensor]] = [[], []]

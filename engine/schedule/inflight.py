@@ -54,8 +54,7 @@ class InFlight:
 
     def give_up(self, seq: Sequence) -> list[Sequence]:
         """The row stops running; the rows that waited for what it has not published."""
-        ahead = seq.block_hashes[seq.num_computed_tokens // BLOCK_SIZE :]
-        return self.published([label for label in ahead if self._computing.get(label) is seq])
+        return self.published([label for label in seq.block_hashes if self._computing.get(label) is seq])
 
     def check(self, running: Iterable[Sequence]) -> None:
         """Raise AssertionError if somebody waits for a block that no running row computes. For tests."""

@@ -5,14 +5,20 @@ a step gives it as many as the token budget leaves. A prompt in chunks, the tail
 decode, and the recompute of a preempted row are all that.
 
     schedule()   running rows first, decodes before chunks, then waiting rows while budget and memory last
-    (the batch runs)
-    advance()    computed tokens are counted, full blocks published, rows parked behind them released
+    begun()      the batch is on its way: its tokens count as computed, and those that it draws as there
+    (it runs; meanwhile the next may be scheduled and begun)
+    advance()    its result was read: full blocks are published, rows parked behind them released
     remove()     a row has ended: its blocks are free, and stay hits until they are used again
 
 Memory is taken block by block. When it runs out, the running row that arrived last gives way: its blocks
 are freed, its tokens kept, and it waits like a new row. The oldest row never does, and a row computes at
 least one token whenever it is its turn, so something always ends: there is no deadlock, and no two rows
 throw each other out for ever. A step that preempts admits nobody.
+
+While results are unread, a row may have ended without anybody knowing; then the step that it is in is wasted,
+and no more than that one. Whatever needs to know waits: nobody is preempted, no row that is in an unread step
+is admitted or begun anew, and a row whose unread token is its last by count is not scheduled. Memory that a
+row gives back meanwhile may be used at once, as the device takes steps in the order in which they were begun.
 
 This file knows sequences and block counts. It may not know tensors or text, nor why a row ends.
 """
@@ -27,6 +33,7 @@ from pagemill.engine.cache.blocks import BlockPool
 from pagemill.engine.cache.prefix import PrefixCache
 from pagemill.engine.config import BLOCK_SIZE, SchedulerConfig
 from pagemill.engine.schedule.admission import Admission
+from pagemill.engine.schedule.allowance import TokenAllowance
 from pagemill.engine.schedule.inflight import InFlight
 from pagemill.engine.schedule.order import WaitingQueue
 from pagemill.engine.sequence import Sequence, Status
@@ -40,6 +47,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerConfig) -> None:
         self.limits = limits
         self.max_num_seqs = limits.max_num_seqs  # less while memory is short; who runs already goes on
+        self.allowance = TokenAllowance(limits.max_num_tokens)  # less after a step that was too large
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, enabled=limits.prefix_cache)
         self.admission = Admission(limits.max_tokens_per_row, learned=limits.learned_lengths)
@@ -52,6 +60,7 @@ class Scheduler:
         self._inflight = InFlight()
         self._running: list[Sequence] = []  # in order of arrival
         self._num_waiting = 0
+        self._num_unread = 0  # batches begun and not read
 
     @property
     def num_running(self) -> int:
@@ -79,36 +88,51 @@ class Scheduler:
             (self._waiting.push_first if seq.num_preemptions else self._waiting.push)(seq)
 
     def schedule(self) -> Batch:
-        """Choose the next batch; its rows' block tables cover what they are to compute."""
+        """Choose the next batch; its rows' block tables cover what they are to compute. An empty one where
+        nobody can go on before the results of steps that were begun are read."""
         for seq in self._running:
-            if self._outgrown(seq) and not seq.long_rope:
+            if self._outgrown(seq) and not seq.long_rope and not seq.num_unread_steps:
                 self._begin_anew(seq)
         plan: dict[Sequence, int] = {}
         preemptions = self.preemptions
         budget = self._continue_running(plan)
+        if budget is None:
+            return Batch((), ())
         if self.preemptions == preemptions:
             self._admit(plan, budget)
-        if not plan and (self._running or self._num_waiting):
+        if not plan and not self._num_unread and (self._running or self._num_waiting):
             raise RuntimeError(
                 f"No row can go on: {len(self._running)} running, {self._num_waiting} waiting, "
                 f"{self.pool.num_free} of {self.pool.num_blocks} blocks free."
             )
         return Batch(tuple(plan), tuple(plan.values()))
 
-    def advance(self, batch: Batch, finite: Iterable[bool]) -> None:
-        """The batch has run. Only rows with finite results have computed anything: the others' memory is
-        never published, and they are to be removed."""
-        for seq, scheduled, good in zip(batch.sequences, batch.num_scheduled, finite, strict=True):
-            if not good:
-                continue
-            before = seq.num_computed_tokens
+    def begun(self, batch: Batch) -> None:
+        """The batch is on its way; what is begun after it comes after it."""
+        self._num_unread += 1
+        for i, (seq, scheduled) in enumerate(zip(batch.sequences, batch.num_scheduled, strict=True)):
             seq.num_computed_tokens += scheduled
-            if seq.num_computed_tokens == len(seq.token_ids):
+            seq.num_unread_steps += 1
+            seq.num_unread_tokens += batch.samples(i)
+
+    def advance(self, batch: Batch, finite: Iterable[bool]) -> None:
+        """The oldest batch has run; who has drawn a token is to be given it now. Only rows with finite
+        results have computed anything: the others' memory is never published, and they are to be removed."""
+        self._num_unread -= 1
+        for i, (seq, good) in enumerate(zip(batch.sequences, finite, strict=True)):
+            seq.num_unread_steps -= 1
+            seq.num_unread_tokens -= batch.samples(i)
+            if not good or seq.status is Status.FINISHED:
+                continue
+            if batch.samples(i):
                 self.admission.lengths.produced(seq)
-            labels = self.cache.publish(seq, before)
-            if labels:
-                self._release(self._inflight.published(labels))
+            if seq.status is Status.RUNNING:
+                begin = batch.starts[i]
+                labels = self.cache.publish(seq, begin, begin + batch.num_scheduled[i])
+                if labels:
+                    self._release(self._inflight.published(labels))
         self.admission.step()
+        self.allowance.went_well()
 
     def remove(self, seq: Sequence) -> None:
         """A row has ended, whatever it was doing."""
@@ -123,7 +147,17 @@ class Scheduler:
             self._waiting.trim(self._num_waiting)
 
     def _outgrown(self, seq: Sequence) -> bool:
-        return self.limits.rope_switch is not None and len(seq.token_ids) > self.limits.rope_switch
+        return self.limits.rope_switch is not None and seq.num_tokens > self.limits.rope_switch
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Whether the running row can have a step before more results are read."""
+        if not seq.num_unread_steps:
+            return True
+        if self._outgrown(seq) and not seq.long_rope:
+            return False
+        sampling = seq.request.sampling
+        last = min(seq.num_prompt_tokens + sampling.max_tokens, self.limits.max_tokens_per_row)
+        return not seq.num_unread_tokens or seq.num_tokens < last
 
     def _begin_anew(self, seq: Sequence) -> None:
         """The row has outgrown the context that its keys were made for: it keeps running and its place, and
@@ -140,19 +174,23 @@ class Scheduler:
             self._inflight.begin(seq)
         self._release(released)
 
-    def _continue_running(self, plan: dict[Sequence, int]) -> int:
-        """Schedule rows that run already, and return what is left of the budget.
+    def _continue_running(self, plan: dict[Sequence, int]) -> int | None:
+        """Schedule rows that run already, and return what is left of the budget; None where one of them has
+        to have another's memory, which is nobody's to take while results are unread.
 
         Decodes first: a long prompt must not hold up rows that need one token each.
         """
-        budget = self.limits.max_num_tokens
-        decoding = [seq for seq in self._running if seq.num_uncomputed_tokens == 1]
-        filling = [seq for seq in self._running if seq.num_uncomputed_tokens > 1]
+        budget = self.allowance.tokens
+        ready = [seq for seq in self._running if self._goes_on(seq)]
+        decoding = [seq for seq in ready if seq.num_uncomputed_tokens == 1]
+        filling = [seq for seq in ready if seq.num_uncomputed_tokens > 1]
         for seq in decoding + filling:
             if budget == 0:
                 break
             if seq.status is not Status.RUNNING:
                 continue  # it made room for an older one
+            if self._num_unread and not self._places(seq):
+                return None
             budget += self._make_room(seq, plan)
             if seq.status is Status.RUNNING:
                 budget -= self._grow(seq, budget, plan)
@@ -207,12 +245,15 @@ class Scheduler:
         if not self._num_waiting or budget == 0 or len(self._running) >= self.max_num_seqs:
             return
         # What the running rows are going to take: the rest of their prompts for sure, their answers perhaps.
-        promised = sum(blocks_for(len(seq.token_ids)) - len(seq.block_table) for seq in self._running)
+        promised = sum(blocks_for(seq.num_tokens) - len(seq.block_table) for seq in self._running)
         growth = sum(map(self.admission.growth, self._running))
         parked = 0
         while budget > 0 and len(self._running) < self.max_num_seqs:
             seq = self._waiting.pop()
             if seq is None:
+                break
+            if seq.num_unread_steps:  # it gave way since they were begun, and not all its tokens are known
+                self._waiting.push_first(seq)
                 break
             found = self.cache.find(seq)
             if self._park(seq, len(found)):
@@ -281,4 +322,4 @@ class Scheduler:
             assert seq.num_computed_tokens <= len(seq.block_table) * BLOCK_SIZE, (
                 "A computed token has no place."
             )
-            assert seq.num_computed_tokens < len(seq.token_ids), "A running row has nothing to do."
+            assert seq.num_computed_tokens < seq.num_tokens, "A running row has nothing to do."

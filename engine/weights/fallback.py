@@ -79,7 +79,7 @@ def _rope_types(values: Mapping[str, Any]) -> Iterator[str]:
         yield str(section.get("rope_type"))
 
 
-def load_fallback(path: Path, spec: FallbackSpec, dtype: torch.dtype) -> Fallback:
+def load_fallback(path: Path, spec: FallbackSpec, dtype: torch.dtype, device: torch.device) -> Fallback:
     """Reads every weight. One that is missing or left over is a ModelLoadError that names it."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -109,4 +109,4 @@ def load_fallback(path: Path, spec: FallbackSpec, dtype: torch.dtype) -> Fallbac
     ):
         if names := sorted(map(str, found.get(key) or ())):
             raise ModelLoadError(f"{path} {what} {len(names)} tensors, first {names[0]}.")
-    return Fallback(spec, model.eval().requires_grad_(False))
+    return Fallback(spec, model.eval().requires_grad_(False).to(device))

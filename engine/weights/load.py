@@ -154,9 +154,11 @@ def _ids(value: object) -> frozenset[int]:
     return frozenset(v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0)
 
 
-def check_deterministic(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def check_deterministic(checkpoint: Checkpoint, dtype: torch.dtype, on_card: bool = False) -> None:
     """Raises ModelLoadError where a row's bits cannot be kept apart from its neighbours'."""
     reason = attention_cpu.refusal(checkpoint.spec.head_dim, dtype)
+    if on_card:
+        reason = "the library's matrix products on a card sum in another order for another number of rows"
     if checkpoint.family is None:
         reason = f"{checkpoint.spec.architecture} runs through the code of transformers"
     if reason is not None:
@@ -182,9 +184,9 @@ def load_weights(
     """Reads every weight; whatever is wrong with one is a ModelLoadError that names it."""
     check_quantization(checkpoint, quantization)
     if deterministic:
-        check_deterministic(checkpoint, dtype)
+        check_deterministic(checkpoint, dtype, device.type == "cuda")
     if isinstance(checkpoint.spec, FallbackSpec):
-        return load_fallback(checkpoint.path, checkpoint.spec, dtype)
+        return load_fallback(checkpoint.path, checkpoint.spec, dtype, device)
     return load_decoder(checkpoint, dtype, device, quantization, deterministic)
 
 

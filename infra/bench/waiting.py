@@ -22,7 +22,7 @@ from typing import Any
 import measure
 
 from pagemill.engine import ModelInfo, Request, SamplingParams, SchedulerConfig
-from pagemill.engine.batch import Batch, StepResult
+from pagemill.engine.batch import Batch, ReadResult, StepResult
 from pagemill.engine.engine import Engine
 
 ANSWER = 4
@@ -33,10 +33,13 @@ BLOCKS = 2048
 class Nothing:
     """The runner: every row's next token is 1."""
 
-    def execute(self, batch: Batch) -> StepResult:
+    depth = 0
+
+    def begin(self, batch: Batch) -> ReadResult:
         count = len(batch.sequences)
         tokens = tuple(1 if batch.samples(i) else None for i in range(count))
-        return StepResult(tokens, (True,) * count, (None,) * count)
+        result = StepResult(tokens, (True,) * count, (None,) * count)
+        return lambda: result
 
 
 class Mute:

@@ -98,8 +98,7 @@ def _measure(step: Step, setting: Setting, findings: Findings) -> None:
     planned = kernel.plan_rows(
         made.packed, step.heads // step.kv_heads, step.head_dim, query.element_size(), None
     )
-    plan = kernel.DevicePlan(planned.sizes, setting.device)
-    plan.fill(planned)
+    plan = kernel.DevicePlan.of(planned, setting.device)
 
     def attend(layer: int) -> Tensor:
         scales = made.scales_of(layer)

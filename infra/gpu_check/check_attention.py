@@ -9,7 +9,7 @@ import torch
 
 from gpu_check.case import Case, Trial
 from gpu_check.compare import ROUNDED
-from gpu_check.paged import Paged, Row, attention, paged, wide_query
+from gpu_check.paged import Row, attention, paged, wide_query
 from gpu_check.setting import DTYPE_NAMES, Setting
 from pagemill.kernels import attention_triton as kernel
 from pagemill.kernels.attention_triton_plan import SPLIT, Sizes
@@ -49,6 +49,8 @@ SHARED = (
     Row(2 * SPLIT + 90, new=70, shared=2 * SPLIT // 16),
     Row(30),
 )
+# What one plan holds that serves all of these steps.
+LARGEST = Sizes(90, 30, 20, 40, 90, 900)
 DRY_SHAPE = Shape("tiny", 16, 2, kv_heads=1)
 DRY_MIXED = (Row(1), Row(SPLIT + 1), Row(5, new=5), Row(20, new=4))
 DRY_SHARED = (*(Row(SPLIT + own, shared=SPLIT // 16) for own in (1, 20)), Row(9))
@@ -114,14 +116,12 @@ def _refilled(shape: Shape, steps: tuple[tuple[Row, ...], ...], dtype: torch.dty
         queries = [wide_query(made, heads, dtype, random) for made in all_made]
 
         def run() -> tuple[torch.Tensor, ...]:
-            plan = kernel.DevicePlan(Sizes(90, 30, 20, 40, 90, 900), random.device)
-            found = []
+            words = torch.empty(kernel.plan_words(LARGEST), dtype=torch.int32, device=random.device)
+            plan, found = kernel.DevicePlan(LARGEST, words), []
             for made, query in zip(all_made, queries, strict=True):
-                plan.fill(_planned(made, shape, query))
+                step = kernel.plan_rows(made.packed, shape.group, shape.head_dim, query.element_size(), None)
+                words.copy_(torch.from_numpy(kernel.plan_to_words(step, LARGEST)))
                 found.append(kernel.attend(query, made.memory[:, 0], plan, scale))
-                # The host's copy is filled again only when the device has taken it.
-                if random.device.type == "cuda":
-                    torch.cuda.synchronize()
             return tuple(found)
 
         def expected() -> tuple[torch.Tensor, ...]:
@@ -131,7 +131,3 @@ def _refilled(shape: Shape, steps: tuple[tuple[Row, ...], ...], dtype: torch.dty
         return Trial(run, expected, [ROUNDED[dtype]] * len(steps))
 
     return Case(f"attention, one plan for all steps: {shape.name} {DTYPE_NAMES[dtype]}", make)
-
-
-def _planned(made: Paged, shape: Shape, query: torch.Tensor) -> kernel.StepPlan:
-    return kernel.plan_rows(made.packed, shape.group, shape.head_dim, query.element_size(), None)

@@ -21,7 +21,9 @@ from pagemill.engine.models.registry import family_of_config
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.engine.request import Completion, Request, SamplingParams
 from pagemill.engine.run import load
+from pagemill.engine.run.simulated_card import SimulatedCard
 from pagemill.engine.weights.load import Checkpoint
+from pagemill.kernels.choice import triton_everywhere
 
 
 @contextmanager
@@ -31,13 +33,6 @@ def on_card(setting: Setting, path: Path, **options: Any) -> Iterator[Engine]:
     if setting.device.type == "cuda":
         yield build_engine(EngineConfig(model=str(path), device="cuda", **options))
         return
-    try:
-        from pagemill.engine.run.simulated_card import SimulatedCard
-        from pagemill.kernels.choice import triton_everywhere
-    except ImportError:  # XXX until the runner lands
-        yield on_cpu(path, **options)
-        return
-
     with triton_everywhere():
         yield build_engine(EngineConfig(model=str(path), **options), card=SimulatedCard())
 

@@ -31,6 +31,7 @@ from pagemill.engine.engine import Engine
 from pagemill.engine.models.registry import family_of_config
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.engine.request import Request
+from pagemill.engine.run.card_runner import CardRunner
 
 ROOFLINE_MARK, THEIRS_MARK, SHARED_MARK, GAP_MARK = 0.75, 3.0, 1.4, 0.03
 BLOCK = 16
@@ -164,9 +165,8 @@ def ours(setting: Setting, findings: Findings, shape: Shape) -> None:
             # Once is enough in a rehearsal, where it takes longest.
             if setting.wants(f"{shape.name}, prefix") and (shape.marked or not setting.dry):
                 _sharing(setting, shape, engine, findings)
-            stats = getattr(engine.runner, "stats", None) if hasattr(engine, "runner") else None
-            if stats is not None:
-                findings.facts[f"steps, {shape.name}"] = asdict(stats)
+            assert isinstance(engine.runner, CardRunner)
+            findings.facts[f"steps, {shape.name}"] = asdict(engine.runner.stats)
 
 
 def their_llama(setting: Setting, findings: Findings) -> None:

@@ -261,6 +261,22 @@ def test_a_bad_parameter_is_an_error_of_its_row(broken: dict[str, object]) -> No
     assert done["good"].finish_reason == "length"
 
 
+def test_min_tokens_with_every_token_held_back_is_an_error_of_its_row() -> None:
+    every = tuple(range(1000))
+    rows = {
+        "bad": {"min_tokens": 1, "stop_token_ids": every[1:]},  # the model's own end is the one left
+        "all": {"min_tokens": 2, "stop_token_ids": every},
+        "none": {"min_tokens": 0, "stop_token_ids": every},
+        "one": {"min_tokens": 1, "stop_token_ids": every[:-1]},
+    }
+    done = run_all(fake_engine(), [request(name, prompt(4), 3, **more) for name, more in rows.items()])  # type: ignore[arg-type]
+    for name in ("bad", "all"):
+        assert done[name].error_code == "invalid_request"
+        assert "forbids every token of the vocabulary" in (done[name].error_message or "")
+    assert (done["none"].finish_reason, len(done["none"].token_ids)) == ("stop", 1)
+    assert done["one"].error_code is None
+
+
 @pytest.mark.parametrize("bad_prompt", [[], [-1], [5000]])
 def test_a_prompt_that_is_none_is_an_error_of_its_row(bad_prompt: list[int]) -> None:
     done = run_all(fake_engine(), [request("bad", bad_prompt)])["bad"]

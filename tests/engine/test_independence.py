@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_fakes import FakeTokenizer, check, request
+from engine_fakes import FakeTokenizer, Late, check, request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pagemill.engine.batch import Runner
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.config import ModelInfo, SchedulerConfig
 from pagemill.engine.engine import Engine
@@ -62,9 +63,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     return ModelRunner(decoder, storage, Sampler(frozenset()))
 
 
-def engine_over(
-    runner: ModelRunner, num_blocks: int, budget: int, seqs: int, switches: dict[str, bool]
-) -> Engine:
+def engine_over(runner: Runner, num_blocks: int, budget: int, seqs: int, switches: dict[str, bool]) -> Engine:
     info = ModelInfo("tiny", "", "", "float32", "cpu", CONTEXT, VOCAB, num_blocks, num_blocks * 16)
     limits = SchedulerConfig(num_blocks, CONTEXT, max_num_tokens=budget, max_num_seqs=seqs, **switches)
     return Engine(runner, FakeTokenizer(), info, limits)  # type: ignore[arg-type]
@@ -110,6 +109,7 @@ def test_the_rows_are_worth_comparing(alone: dict[tuple[int, int], tuple[int, ..
     seqs=st.integers(1, 10),
     switches=st.fixed_dictionaries({name: st.booleans() for name in SWITCHES}),
     aborted=st.integers(0, 20),
+    late=st.booleans(),
 )
 def test_a_rows_tokens_do_not_depend_on_its_company(
     runner: ModelRunner,
@@ -120,9 +120,11 @@ def test_a_rows_tokens_do_not_depend_on_its_company(
     seqs: int,
     switches: dict[str, bool],
     aborted: int,
+    late: bool,
 ) -> None:
-    """Rows of all kinds arrive some steps apart; one of them may be aborted on the way."""
-    engine = engine_over(runner, num_blocks, budget, seqs, switches)
+    """Rows of all kinds arrive some steps apart; one of them may be aborted on the way, and results may come
+    a step late."""
+    engine = engine_over(Late(runner) if late else runner, num_blocks, budget, seqs, switches)
     done = {}
     for n, (kind, seed, group, priority, later) in enumerate(rows):
         engine.add(row(f"{n}", kind, seed, group, priority))

@@ -28,6 +28,7 @@ class EngineMachine(RuleBasedStateMachine):
         context=st.sampled_from([40, 10_000]),
         rope_switch=st.sampled_from([None, 16, 25, 50]),
         switches=st.fixed_dictionaries({name: st.booleans() for name in SWITCHES}),
+        late=st.booleans(),
     )
     def build(
         self,
@@ -38,6 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
         context: int,
         rope_switch: int | None,
         switches: dict[str, bool],
+        late: bool,
     ) -> None:
         self.runner = FakeRunner(num_blocks, rope_switch, keep_batches=False)
         self.engine = fake_engine(
@@ -47,6 +49,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_cache=cache,
             context=context,
             runner=self.runner,
+            late=late,
             **switches,
         )
         self.open: dict[str, Request] = {}
@@ -68,6 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         greedy=st.booleans(),
         stream=st.booleans(),
         stop=st.sampled_from([(), ("no such text",)]),
+        ends=st.sampled_from([(), (), tuple(range(1, 100))]),
     )
     def submit(
         self,
@@ -82,6 +86,7 @@ class EngineMachine(RuleBasedStateMachine):
         greedy: bool,
         stream: bool,
         stop: tuple[str, ...],
+        ends: tuple[int, ...],
     ) -> None:
         """One row, or several alike but for their priority: then every other one is streamed."""
         ids = [*STEMS[stem][:shared], *own] or [1]
@@ -90,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         for priority in priorities:
             one = request(
                 f"r{self.count}", ids, max_tokens, seed=seed, salt=salt, priority=priority, group=group,
-                temperature=temperature, stop=stop,
+                temperature=temperature, stop=stop, stop_token_ids=ends,
             )  # fmt: skip
             stream = not stream
             self.count += 1
@@ -160,7 +165,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert completion.error_code == "numeric_error"
             assert got == right[: len(got)]
         else:
-            assert completion.finish_reason == "length"
+            ended = got[-1] in one.sampling.stop_token_ids
+            assert completion.finish_reason == ("stop" if ended else "length")
             assert got == right
             assert completion.usage.cached_tokens <= length
 

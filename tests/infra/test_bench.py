@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagemill.engine.batch import Batch, StepResult
+from pagemill.engine.batch import Batch, ReadResult, StepResult
 from pagemill.engine.config import ModelInfo, SchedulerConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.tokenizer import Tokenizer
@@ -347,7 +347,9 @@ def test_a_setting_that_the_engine_lacks_is_refused(bench: dict[str, ModuleType]
 class Obedient:
     """A runner that computes nothing: a row's next token is 1, or its stop token from `min_tokens` on."""
 
-    def execute(self, batch: Batch) -> StepResult:
+    depth = 0
+
+    def begin(self, batch: Batch) -> ReadResult:
         tokens: list[int | None] = []
         for i, seq in enumerate(batch.sequences):
             sampling = seq.request.sampling
@@ -355,7 +357,8 @@ class Obedient:
             token = sampling.stop_token_ids[0] if ends else 1
             tokens.append(token if batch.samples(i) else None)
         count = len(tokens)
-        return StepResult(tuple(tokens), (True,) * count, (None,) * count)
+        result = StepResult(tuple(tokens), (True,) * count, (None,) * count)
+        return lambda: result
 
 
 @pytest.mark.parametrize(

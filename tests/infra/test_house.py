@@ -85,6 +85,35 @@ def test_an_import_that_climbs_a_floor_is_found_out(tmp_path: Path, module: str,
     assert "BROKEN" in outcome.stdout
 
 
+# What makes code of data: none of it may stand anywhere in a room.
+RUNS_DATA = {
+    "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib",
+    "eval", "exec", "compile", "torch.load", "yaml.load", "numpy.load", "np.load",
+}  # fmt: skip
+HARMLESS = {("kernels/compile.py", "compile")}  # it compiles kernels, by that name
+
+
+def called(node: ast.AST) -> str:
+    """The dotted name of a call's function, or of an imported module; "" for anything else."""
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) if isinstance(node.func, ast.Name | ast.Attribute) else ""
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").partition(".")[0]
+    return node.name.partition(".")[0] if isinstance(node, ast.alias) else ""
+
+
+def test_nothing_unpickles_and_no_model_brings_code() -> None:
+    for room in ROOMS:
+        for module in sorted((ROOT / room).rglob("*.py")):
+            name = str(module.relative_to(ROOT))
+            for node in ast.walk(ast.parse(module.read_text())):
+                what = called(node)
+                assert what not in RUNS_DATA or (name, what) in HARMLESS, f"{name} uses {what}"
+                if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle"):
+                    assert isinstance(node.value, ast.Constant), f"{name}: {node.arg}"
+                    assert node.value.value is False, f"{name}: {node.arg}"
+
+
 def test_the_project_speaks_of_no_machine_of_its_makers() -> None:
     """No absolute path of a home or work folder may be committed."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

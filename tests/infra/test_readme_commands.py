@@ -73,7 +73,7 @@ def simple_commands(line: str) -> Iterator[list[str]]:
     taken = True
     for word in [*lexer, ";"]:
         if word == ";":
-            while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+            while words and re.fullmatch(r"[A-Z][A-Z0-9_]*=.*", words[0], re.DOTALL):
                 words = words[1:]
             if words:
                 yield words

@@ -100,7 +100,7 @@ def test_submit_status_results(run: Run, prompts: Path, model: str, redis_url: s
     finish(redis_url, store, model)
     text = run("status", job).out
     assert "completed" in text
-    assert "3 of 3, 1 failed" in text
+    assert "2 completed, 1 failed, of 3" in text
     table = run("results", job).out.splitlines()
     assert table[0] == "0\ta\tcompleted\tanswer to one"
     assert table[1].startswith("1\trow-1\tfailed\tinvalid_json_line: line 2")
@@ -151,7 +151,8 @@ def test_watch_prints_lines_when_piped_and_ends_as_the_job_does(
     done = run("watch", job)
     assert done.code == 0
     assert (
-        done.out.splitlines()[-1] == "completed · 3 of 3, 1 failed · tokens 6 in, 4 out · 1 invalid_json_line"
+        done.out.splitlines()[-1]
+        == "completed · 2 completed, 1 failed, of 3 · tokens 6 in, 4 out · 1 invalid_json_line"
     )
     documents = [json.loads(line) for line in run("watch", job, "--json").out.splitlines()]
     assert documents[-1]["state"] == "completed"
@@ -212,7 +213,8 @@ def test_recover_brings_back_what_redis_has_lost(
 def test_list_shows_the_newest_first(run: Run, prompts: Path, model: str) -> None:
     jobs = [submitted(run, prompts, model) for _ in range(2)]
     lines = run("list", "--model", model).out.splitlines()
-    assert [line.split("\t")[0] for line in lines] == jobs[::-1]
+    assert lines[0].split("\t") == ["job", "state", "model", "completed", "failed", "rows", "created"]
+    assert [line.split("\t")[0] for line in lines[1:]] == jobs[::-1]
     assert [job["job"] for job in json.loads(run("list", "-m", model, "-n", 1, "--json").out)] == jobs[1:]
     assert json.loads(run("list", "-m", model, "--state", "failed", "--json").out) == []
 
@@ -225,6 +227,7 @@ def test_partial_results_of_a_running_job(
     early = run("results", job)
     assert early.code == 4
     assert "not ended" in early.err
+    assert "--partial" in early.err
     assert len(run("results", job, "--partial").out.splitlines()) == 1
 
 
@@ -541,7 +544,7 @@ def test_a_job_is_deleted_and_its_failed_rows_are_not_lost(
     assert run("retry-failed", job).code == 4
     assert run("cancel", job).code == 0
     empty = run("retry-failed", job)
-    assert (empty.code, "no failed rows" in empty.err) == (2, True), "it was stopped before its plan"
+    assert (empty.code, "was cancelled before its lines became rows" in empty.err) == (2, True)
     assert run("delete", job).out == f"{job} is deleted.\n"
     assert json.loads(run("delete", job, "--json").out) == {"job": job, "deleted": True}
     assert run("status", job).code == 3

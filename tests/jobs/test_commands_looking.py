@@ -79,6 +79,8 @@ def test_workers_are_listed(call: Call, redis_url: str, tmp_path: Path) -> None:
             return await say_alive(await client.state(), model)
 
     name = asyncio.run(alive())
-    assert call("workers", "-m", model)[1].split("\t")[:3] == [name, "ready", model]
+    head, line = call("workers", "-m", model)[1].splitlines()
+    assert head.split("\t")[:3] == ["worker", "state", "model"]
+    assert line.split("\t")[:3] == [name, "ready", model]
     (shown,) = json.loads(call("workers", "-m", model, "--json")[1])
     assert (shown["worker"], shown["models"]) == (name, [model])

@@ -63,7 +63,7 @@ async def test_piped_it_is_plain_lines_with_everything_in_them() -> None:
     lines = text.splitlines()
     assert "failed · invalid_request: line 5: \\x1b[31mbad" in lines
     assert lines[-1] == (
-        "completed · 400 of 400, 3 failed · tokens 6,000 in (4,500 cached, 75%), 2,000 out · "
+        "completed · 397 completed, 3 failed, of 400 · tokens 6,000 in (4,500 cached, 75%), 2,000 out · "
         "2 invalid_request, 1 prompt_too_long"
     )
 
@@ -71,7 +71,8 @@ async def test_piped_it_is_plain_lines_with_everything_in_them() -> None:
 async def test_on_a_terminal_there_are_bars_and_what_goes_wrong() -> None:
     text = await shown(BEGUN, HALF, terminal=True)
     for words in (
-        "200 of 400", "50%", "8,000 of about 16,000", "812 tokens/s", "75% cached", "1:05 left", "2 workers",
+        "197 completed, 3 failed, of 400", "50%", "8,000 of about 16,000", "812 tokens/s", "75% cached",
+        "1:05 left", "2 workers",
         "3 failed: 2 invalid_request, 1 prompt_too_long", "line 9: too long", "\\x1b[31mbad",
     ):  # fmt: skip
         assert words in text, words
@@ -132,7 +133,9 @@ WORKERS = [
 
 def test_workers_piped_are_fields_between_tabs(capsys: pytest.CaptureFixture[str]) -> None:
     print_workers(WORKERS)
-    first, second = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    head, first, second = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert len(head) == len(first)
+    assert dict(zip(head, first, strict=True))["tokens/s"] == "99.5"
     assert first[:8] == ["w1", "ready", "qwen*, llama", "cpu", "2", "64", "99.5", "0.50"]
     assert first[9] == "a:5"
     assert (second[1], second[-1]) == ("sick", "a\\x1bfault")

@@ -108,3 +108,26 @@ async def test_a_retry_outlives_the_job_it_came_from(client: Client) -> None:
     await client.delete(job)
     await work(await client.state(), client.storage, model)
     assert (await client.wait(again)).completed == 5
+
+
+async def test_a_job_that_was_stopped_before_its_plan_has_no_rows_and_says_what_to_do(client: Client) -> None:
+    job = await client.submit(LINES, model=unique("model"))
+    assert (await client.cancel(job)).state == "cancelled"
+    assert await client.results(job).list() == []
+    with pytest.raises(
+        UsageError, match=r"was cancelled before its lines became rows.*submit its input again"
+    ) as no:
+        await client.retry_failed(job)
+    place = str(no.value).rpartition("; ")[2].removesuffix(" holds it.")
+    again = await client.submit(place, model=unique("model"))
+    assert (await client.cancel(again)).state == "cancelled"
+
+
+async def test_a_job_whose_file_was_refused_says_so_when_it_is_retried(client: Client) -> None:
+    model = unique("model")
+    job = await client.submit(LINES, model=model, strict=True)
+    await work(await client.state(), client.storage, model)
+    with pytest.raises(
+        UsageError, match=r"failed before its lines became rows \(unsupported_parameter\).*mend"
+    ):
+        await client.retry_failed(job)

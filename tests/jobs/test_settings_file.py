@@ -81,7 +81,7 @@ def test_the_usual_place_is_in_the_home_folder_and_not_in_the_working_directory(
     [
         ("slots = 3", "slots is no setting here"),
         ("[worker]\nsolts = 3", r"\[worker\] solts is no setting here; there are .*slots"),
-        ('[worker]\nslots = "many"', "pagemill.toml: slots: "),
+        ('[worker]\nslots = "many"', "pagemill.toml: slots must be a whole number from 1 to 64"),
         ("redis_url = ", "pagemill.toml cannot be read"),
         ("worker = 3", "worker is a table"),
         (

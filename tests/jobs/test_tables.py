@@ -23,6 +23,7 @@ from pagemill.jobs.columns import Columns
 from pagemill.jobs.errors import UsageError
 from pagemill.jobs.inputs import open_source
 from pagemill.jobs.storage import StorageOptions
+from pagemill.jobs.tables import rows_at_once
 
 QUESTIONS = ["one", None, 'three, "quoted"\nand é']
 DATA: dict[str, list[Any]] = {"key": [1, 2, 3], "question": QUESTIONS, "mood": ["a", "b", "c"]}
@@ -164,11 +165,28 @@ def test_a_damaged_parquet_file_leaves_no_rows_unsaid(tmp_path: Path) -> None:
         lines(path, Columns(prompt="question"))
 
 
+def test_a_dictionary_that_repeats_a_huge_cell_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
+    """Of a file of a few hundred bytes whose batch would have been eight gigabytes."""
+    path = tmp_path / "t.parquet"
+    cell = "x" * (32 << 20)
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array([cell]))
+    table = pa.table({"cell": repeated, "other": [f"{i}" for i in range(300)]})
+    pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 30, write_statistics=False)
+    assert path.stat().st_size < 5000
+    footer = pq.ParquetFile(path).metadata
+    assert rows_at_once(footer, ["cell"]) == 31
+    assert rows_at_once(footer, ["other"]) == 256
+    pq.write_table(pa.table({"cell": [cell]}), path, compression="zstd", use_dictionary=False)
+    assert rows_at_once(pq.ParquetFile(path).metadata, ["cell"]) == 256  # all of it is this one cell
+    assert len(lines(path, Columns(prompt="cell"))[0]["prompt"]) == len(cell)
+
+
 MEASURE = """
 import resource, sys
 from pagemill.jobs.columns import Columns
 from pagemill.jobs.inputs import open_source
 from pagemill.jobs.storage import StorageOptions
+from pagemill.jobs.tables import rows_at_once
 import pyarrow.parquet
 start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 size = 0

@@ -43,8 +43,9 @@ def test_without_a_model_it_lists_the_families(models: Call) -> None:
     code, out, _ = models()
     assert code == 0
     lines = [line.split("\t") for line in out.splitlines()]
-    assert [line[0] for line in lines[:-1]] == [family.name for family in FAMILIES]
-    assert lines[0][2:] == ["LlamaForCausalLM,gguf:llama", "safetensors,gguf"]
+    assert lines[0] == ["family", "covers", "architectures", "loaders"]
+    assert [line[0] for line in lines[1:-1]] == [family.name for family in FAMILIES]
+    assert lines[1][2:] == ["LlamaForCausalLM,gguf:llama", "safetensors,gguf"]
     assert "Any other causal language model of transformers" in out
     listed = document(models("--json"))
     assert {name for family in listed["families"] for name in family["architectures"]} == {
@@ -59,6 +60,7 @@ def test_a_directory_is_said_to_run_as_it_then_does(models: Call, tiny: Path) ->
     assert (code, err) == (0, "")
     assert "by our own decoder, family llama" in out
     assert "chat template  yes" in out
+    assert "in 0.01 GiB of keys and values (--kv-cache-gb)" in out
     said = document(models(*words, "--json"))
     info = build_engine(EngineConfig(str(tiny), dtype="float32", kv_cache_gb=0.01, context=100)).model_info
     assert (said["architecture"], said["dtype"]) == (info.architecture, info.dtype)

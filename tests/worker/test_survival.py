@@ -81,6 +81,19 @@ async def test_sigterm_hands_back_at_once(place: Place) -> None:
         await some_sealed(place, client, job.id)
         first.send(signal.SIGTERM)
         assert await first.ended() == 0
+        # Its log tells that in the order in which it happened.
+        told = (
+            "loading model ",
+            "engine ready: ",
+            "leased",
+            "SIGTERM: handing back",
+            ": handed back",
+            " has left\n",
+        )
+        at = [first.said().find(words) for words in told]
+        assert at == sorted(at), first.said()
+        assert min(at) >= 0
+        assert " loaded in " in first.said()
         sealed = await sealed_rows(place, job.id)
         # What a step finishes in the very moment of leaving may still be in the pipe.
         assert len(place.computed()) - len(sealed) <= SLOW["sim_max_seqs"], "what was finished is sealed"

@@ -31,6 +31,8 @@ from pagemill.engine.weights.fallback import load_fallback
 from pagemill.engine.weights.load import Checkpoint, open_checkpoint
 
 PLAIN = {name: value for name, value in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+CPU = torch.device("cpu")
+
 MODELS: dict[str, PreTrainedConfig] = {
     "gpt2: learned positions, biases": GPT2Config(
         vocab_size=211, n_embd=64, n_layer=2, n_head=4, n_positions=512, bos_token_id=None, eos_token_id=None
@@ -87,7 +89,7 @@ def test_logits_equal_transformers(config: PreTrainedConfig, tmp_path: Path) -> 
     path = save(tiny, tmp_path)
     check_logits(tiny, path)
     _, spec = opened(path)
-    check_fallback(load_fallback(path, spec, torch.float32), torch.float32)
+    check_fallback(load_fallback(path, spec, torch.float32, CPU), torch.float32, CPU)
 
 
 def test_tokens_equal_transformers_however_they_are_run(tmp_path: Path) -> None:
@@ -109,13 +111,13 @@ def test_a_model_that_computes_something_else_over_paged_memory_is_refused(tmp_p
     _, spec = opened(path)
     wrong = dataclasses.replace(spec, windows=(5, None))
     with pytest.raises(ModelLoadError, match="gives other logits over paged attention than by itself"):
-        check_fallback(load_fallback(path, wrong, torch.float32), torch.float32)
+        check_fallback(load_fallback(path, wrong, torch.float32, CPU), torch.float32, CPU)
 
 
 def test_bfloat16_passes_the_trial(tmp_path: Path) -> None:
     path = save(tiny_model(MODELS[COHERE]), tmp_path)
     _, spec = opened(path)
-    check_fallback(load_fallback(path, spec, torch.bfloat16), torch.bfloat16)
+    check_fallback(load_fallback(path, spec, torch.bfloat16, CPU), torch.bfloat16, CPU)
 
 
 # What is refused
@@ -206,7 +208,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     _, spec = opened(path)
     with pytest.raises(ModelLoadError, match=r"lacks 1 tensors, first .*\.1\.mlp\.up_proj\.weight"):
-        load_fallback(path, spec, torch.float32)
+        load_fallback(path, spec, torch.float32, CPU)
 
 
 # Windows, read off the functions that transformers makes masks of

@@ -19,7 +19,8 @@ from pagemill.engine.engine import build_engine
 from pagemill.engine.errors import EngineError, ModelLoadError, OutOfMemory
 from pagemill.engine.request import Completion, Request, SamplingParams
 from pagemill.engine.run import load
-from pagemill.engine.run.load import LoadedModel, load_model, resolve_dtype
+from pagemill.engine.run.device import resolve_dtype
+from pagemill.engine.run.load import LoadedModel, load_model
 
 VOCABULARY = 520
 
@@ -130,11 +131,11 @@ def test_the_fingerprint_is_that_of_what_decides_the_tokens(directory: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"device": "cuda:1"}, "runs on device cpu only, not 'cuda:1'"),
-        ({"dtype": "float16"}, "float16 is not computed on CPU; use float32 or bfloat16"),
-        ({"dtype": "int8"}, "dtype must be auto, float32 or bfloat16, not 'int8'"),
+        ({"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
+        ({"dtype": "float16", "device": "cpu"}, "float16 is not computed on CPU; use float32 or bfloat16"),
+        ({"dtype": "int8"}, "dtype must be auto, float32, bfloat16 or float16, not 'int8'"),
         ({"quantization": "int4"}, "quantization must be int8 or left out, not 'int4'"),
-        ({"kv_cache_gb": float("nan")}, "kv_cache_gb must be a number, not nan"),
+        ({"kv_cache_gb": float("nan")}, "kv_cache_gb must be a number up to 1048576, not nan"),
         ({"threads": 0}, "threads must be at least 1, not 0"),
     ],
 )
@@ -146,9 +147,9 @@ def test_what_no_model_can_be_run_with_is_refused_before_one_is_looked_at(
 
 
 def test_auto_is_the_widest_type_that_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("pagemill.engine.run.device._multiplies_bfloat16", lambda: False)
     assert resolve_dtype("auto") == torch.float32
-    monkeypatch.setattr(load, "_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("pagemill.engine.run.device._multiplies_bfloat16", lambda: True)
     assert resolve_dtype("auto") == torch.bfloat16
     assert resolve_dtype("float32") == torch.float32
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pagemill.engine.batch import Batch, StepResult
+from pagemill.engine.batch import Batch, ReadResult, Runner, StepResult
 from pagemill.engine.config import BLOCK_SIZE, ModelInfo, SchedulerConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.request import Completion, Request, SamplingParams, TokenLogprob
@@ -44,6 +45,8 @@ def answer(request: Request, length: int, most: int | None = None) -> list[int]:
     ids = list(request.prompt_token_ids)
     for _ in range(length if most is None else min(length, most - len(ids))):
         ids.append(next_token(ids, request.seed))
+        if ids[-1] in request.sampling.stop_token_ids:
+            break
     return ids[len(request.prompt_token_ids) :]
 
 
@@ -64,6 +67,12 @@ class FakeRunner:
 
     def __post_init__(self) -> None:
         self.memory: list[int | None] = [None] * (self.num_blocks * BLOCK_SIZE)
+
+    depth = 0
+
+    def begin(self, batch: Batch) -> ReadResult:
+        result = self.execute(batch)
+        return lambda: result
 
     def execute(self, batch: Batch) -> StepResult:
         assert len(set(map(id, batch.sequences))) == len(batch.sequences), "A row is in the batch twice."
@@ -120,6 +129,48 @@ class FakeRunner:
         return seq.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
 
+class Late:
+    """A runner over another whose results come a step late, as on a device that runs while the host goes on.
+
+    What it has drawn it keeps to itself until the result is read: only for the other runner, and only while
+    that computes, are those tokens among a row's. Results are to be read in the order of the steps.
+    """
+
+    depth = 1
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.unread: deque[tuple[Batch, StepResult]] = deque()
+
+    def begin(self, batch: Batch) -> ReadResult:
+        assert len(self.unread) <= self.depth, "A step too many was begun."
+        drawn = {seq: self._drawn(seq) for seq in batch.sequences}
+        for seq, tokens in drawn.items():
+            assert len(tokens) == seq.num_unread_tokens
+            seq.token_ids += tokens
+            seq.num_unread_tokens = 0
+        result = self.runner.begin(batch)()
+        for seq, tokens in drawn.items():
+            seq.num_unread_tokens = len(tokens)
+            del seq.token_ids[len(seq.token_ids) - len(tokens) :]
+        self.unread.append((batch, result))
+        return lambda: self._read(batch)
+
+    def _drawn(self, seq: Row) -> list[int]:
+        tokens = []
+        for batch, result in self.unread:
+            for i, row in enumerate(batch.sequences):
+                if row is seq and batch.samples(i):
+                    # Of a row that is broken a device has drawn something, and nobody minds what.
+                    tokens.append(1 if result.token_ids[i] is None else result.token_ids[i])
+        return tokens
+
+    def _read(self, batch: Batch) -> StepResult:
+        oldest, result = self.unread.popleft()
+        assert oldest is batch, "Results are read out of order."
+        return result
+
+
 class FakeTokenizer:
     """Token n is the text "<n> "; EOS is special and skipped."""
 
@@ -172,20 +223,22 @@ def fake_engine(
     context: int = 10_000,
     runner: FakeRunner | None = None,
     tokenizer: object | None = None,
+    late: bool = False,
     **switches: bool,
 ) -> Engine:
-    """switches: other fields of SchedulerConfig."""
+    """late: results come a step late. switches: other fields of SchedulerConfig."""
+    runner = runner or FakeRunner(num_blocks)
     limits = SchedulerConfig(
         num_blocks=num_blocks,
         context=context,
         max_num_tokens=max_num_tokens,
         max_num_seqs=max_num_seqs,
         prefix_cache=prefix_cache,
-        rope_switch=runner.rope_switch if runner else None,
+        rope_switch=runner.rope_switch,
         **switches,
     )
     return Engine(
-        runner or FakeRunner(num_blocks),
+        Late(runner) if late else runner,
         tokenizer or FakeTokenizer(),  # type: ignore[arg-type]
         model_info(num_blocks, context),
         limits,
