@@ -151,7 +151,7 @@ class _Family:
         self.setting, self.name, self.folder, self.model = setting, name, folder, model
         random = torch.Generator().manual_seed(setting.seed + 1)
         vocabulary = model.config.vocab_size
-        lengths, self.count = ((1, 16, 17, 37, 90, 300), 40) if not setting.dry else ((17, 5), 3)
+        lengths, self.count = ((1, 16, 17, 37, 90, 300), 40) if not setting.dry else ((17, 3), 2)
         texts = [torch.randint(0, vocabulary, (length,), generator=random).tolist() for length in lengths]
         # Two that begin alike.
         texts.append([*texts[-2][:70], *texts[0], 3] if not setting.dry else [*texts[0][:16], 3])
