@@ -85,7 +85,8 @@ def plan_step(rows: PackedRows, group: int, window: int | None, run_rows: int, l
     new = np.array(rows.query_lengths, np.int64)
     lengths = np.array(rows.lengths, np.int64)
     token, place = np.cumsum(new) - new, np.cumsum(widths) - widths
-    decoding = np.flatnonzero(new == 1)
+    single = (new == 1) & (not rows.as_runs)
+    decoding = np.flatnonzero(single)
     records = np.zeros((len(decoding), 8), np.int32)
     records[:, 0], records[:, 1], records[:, 2] = token[decoding], lengths[decoding], place[decoding]
     first = np.maximum(0, lengths[decoding] - (window or NO_WINDOW)) // SPLIT
@@ -101,7 +102,7 @@ def plan_step(rows: PackedRows, group: int, window: int | None, run_rows: int, l
         np.ascontiguousarray(items[~large]),
         np.ascontiguousarray(items[large]),
         records,
-        _tiles(new, lengths, token, place, window, run_rows // group),
+        _tiles(np.flatnonzero(~single), new, lengths, token, place, window, run_rows // group),
         int(parts.sum()),
         tables,
     )
@@ -186,10 +187,15 @@ def _longest_first(items: Int32s, records: Int32s) -> Int32s:
 
 
 def _tiles(
-    new: Int64s, lengths: Int64s, token: Int64s, place: Int64s, window: int | None, most: int
+    chunked: Int64s,
+    new: Int64s,
+    lengths: Int64s,
+    token: Int64s,
+    place: Int64s,
+    window: int | None,
+    most: int,
 ) -> Int32s:
-    """Runs of at most `most` tokens of the rows that have more than one, those with most keys first."""
-    chunked = np.flatnonzero(new > 1)
+    """Runs of at most `most` tokens of the rows in `chunked`, those with most keys first."""
     counts = -(-new[chunked] // most)
     row = np.repeat(chunked, counts)
     begin = _counted(counts) * most

@@ -18,10 +18,11 @@ class PackedRows:
     """Rows of a step, packed one after another; row i has query_lengths[i] new tokens of lengths[i].
 
     block_tables: block ids of each row, enough to hold its length. share_prefixes: whether blocks at the head
-    of several tables may be read once for all of those rows, which changes no result.
+    of several tables may be read once for all of those rows, which changes no result. as_runs: on a card,
+    rows of one token are computed as those of more are, so that a token has the same bits in both.
     """
 
-    __slots__ = ("_derived", "block_tables", "lengths", "query_lengths", "share_prefixes")
+    __slots__ = ("_derived", "as_runs", "block_tables", "lengths", "query_lengths", "share_prefixes")
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class PackedRows:
         lengths: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         share_prefixes: bool = True,
+        as_runs: bool = False,
     ) -> None:
         """Raises ValueError where these contradict each other: attention over memory that holds nothing
         would not fail, it would answer wrongly."""
@@ -41,6 +43,7 @@ class PackedRows:
         self.lengths = tuple(lengths)
         self.block_tables = tuple(block_tables)
         self.share_prefixes = share_prefixes
+        self.as_runs = as_runs
         self._derived: dict[Hashable, object] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -151,3 +152,19 @@ def storage(request: pytest.FixtureRequest) -> Storage:
     """The same test over both kinds of store."""
     found: Storage = request.getfixturevalue(f"{request.param}_storage")
     return found
+
+
+@pytest.fixture
+def rows_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted matrix products a row at a time. A matrix unit sums each row in one order, wherever it
+    stands in a tile; the library that numpy calls does not."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+
+    def dot(self: object, a: Any, b: Any, d: Any, *_: object) -> Any:
+        wide, right = d.data.dtype, b.data.astype(d.data.dtype)
+        rows = [row[None].astype(wide) @ right for row in a.data]
+        return interpreter.TensorHandle(np.concatenate(rows) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

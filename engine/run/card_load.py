@@ -74,7 +74,8 @@ def measure_steps(model: Model, dtype: torch.dtype, config: EngineConfig, card: 
     storage = storage_of(model.spec, blocks, dtype, card.device)
     runner = CardRunner(
         model, storage, Sampler(frozenset(), lambda tensor: put(card, tensor)), card,
-        max_rows=rows, context=longest + 1, share_prefixes=config.shared_prefix_attention, graphs=False,
+        max_rows=rows, context=longest + 1, share_prefixes=config.shared_prefix_attention,
+        deterministic=config.deterministic, graphs=False,
     )  # fmt: skip
 
     def step(length: int) -> None:

@@ -77,7 +77,9 @@ class CardRunner:
     """Implements batch.Runner.
 
     storage: of one block more than rows are given, which takes what fills a graph up to its size. max_rows:
-    rows that run at once. context: most tokens of a row. graphs: whether decode steps are captured.
+    rows that run at once. context: most tokens of a row. deterministic: attention computes a token in one way
+    whatever runs beside it, and the model's layers are of a kind that does. graphs: whether decode steps are
+    captured.
     """
 
     def __init__(
@@ -90,13 +92,15 @@ class CardRunner:
         max_rows: int,
         context: int,
         share_prefixes: bool = True,
+        deterministic: bool = False,
         graphs: bool = True,
     ) -> None:
         self.decoder = model
         self.storage = storage
         self.sampler = sampler
         self.card = card
-        self.share_prefixes = share_prefixes
+        self.share_prefixes = share_prefixes and not deterministic
+        self.deterministic = deterministic
         self.stats = Stats()
         width = -(-context // BLOCK_SIZE)
         self._slots = Slots(max_rows, width)
@@ -108,7 +112,14 @@ class CardRunner:
         if graphs and self._plans is not None:
             with card.active(), torch.inference_mode():
                 self.graphs = Graphs(
-                    model, storage, card, self._table, self._plans, max_rows=max_rows, context=context
+                    model,
+                    storage,
+                    card,
+                    self._table,
+                    self._plans,
+                    max_rows=max_rows,
+                    context=context,
+                    as_runs=deterministic,
                 )
 
     @property
@@ -140,6 +151,7 @@ class CardRunner:
             [start + new for start, new in zip(batch.starts, batch.num_scheduled, strict=True)],
             [seq.block_table for seq in batch.sequences],
             self.share_prefixes,
+            self.deterministic,
         )
         plans = self._plans.of(rows) if self._plans is not None else {}
         arrays |= {plan_name(number): words for number, (_, words) in plans.items()}
@@ -208,6 +220,7 @@ class CardRunner:
             batch.lengths,
             [seq.block_table for seq in batch.sequences],
             self.share_prefixes,
+            self.deterministic,
         )
         prepared = self.graphs.prepare(rows, arrays)
         if prepared is None:

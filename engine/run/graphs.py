@@ -154,12 +154,14 @@ class Graphs:
         *,
         max_rows: int,
         context: int,
+        as_runs: bool = False,
     ) -> None:
+        """as_runs: see PackedRows."""
         static = _Static(model, storage, table, plans, storage.num_blocks - 1)
         self._plans = plans
         pool = card.graph_pool()
         self._by_size = {
-            size: DecodeGraph(static, card, size, held_by(size, context), pool)
+            size: DecodeGraph(static, card, size, held_by(size, context, as_runs), pool)
             for size in sizes_up_to(max_rows)
         }
 
@@ -188,8 +190,10 @@ def plan_name(number: int) -> str:
     return f"plan {number}"
 
 
-def held_by(size: int, context: int) -> Sizes:
+def held_by(size: int, context: int, as_runs: bool = False) -> Sizes:
     from pagemill.kernels.attention_triton_plan import SPLIT, SPLIT_BLOCKS, Sizes
 
     splits = min(max(SPLITS_A_ROW * size, LEAST_SPLITS), size * -(-context // SPLIT))
+    if as_runs:
+        return Sizes(0, 0, 0, size, 0, splits * SPLIT_BLOCKS)
     return Sizes(splits, splits // 4, size, 0, splits, splits * SPLIT_BLOCKS)

@@ -87,7 +87,7 @@ def _on_cpu(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) ->
 def _on_card(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, card: Card) -> LoadedModel:
     spec = checkpoint.spec
     card.set_arithmetic(config.deterministic)
-    weights, usable = weight_bytes(spec, dtype, config), usable_bytes(card)
+    weights, usable = weight_bytes(spec, dtype, config, on_card=True), usable_bytes(card)
     config = fit_limits(spec, dtype, config, usable - weights)
     most = most_blocks(spec, config)
     plan_memory(spec, dtype, config, usable, weights=weights, most_blocks=most)
@@ -104,6 +104,7 @@ def _on_card(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, c
         max_rows=config.max_num_seqs or 1,
         context=memory.context,
         share_prefixes=config.shared_prefix_attention,
+        deterministic=config.deterministic,
     )
     return LoadedModel(runner, tokenizer, info, config.max_num_tokens, config.max_num_seqs)
 

@@ -95,18 +95,18 @@ def plan_memory(
     return MemoryPlan(blocks, min(config.context or longest, longest), one)
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig) -> int:
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig, on_card: bool = False) -> int:
     """Bytes of a loaded model's weights."""
     one = dtype.itemsize
     if isinstance(spec, DecoderSpec):
         # All but the embedding; norms and scales are too few to count.
-        one = 1 if config.quantization == "int8" else 4 if widens(dtype, config) else one
+        one = 1 if config.quantization == "int8" else 4 if widens(dtype, config) and not on_card else one
         return spec.parameters() * one + spec.vocab_size * spec.hidden_size * (dtype.itemsize - one)
     return spec.parameters() * one
 
 
 def widens(dtype: torch.dtype, config: EngineConfig) -> bool:
-    """Whether dense layers keep weights of four bytes although the model's have two."""
+    """Whether dense layers keep weights of four bytes on CPU, although the model's have two."""
     return config.deterministic and config.quantization is None and dtype != torch.float32
 
 

@@ -28,8 +28,10 @@ from pagemill.engine.weights.fallback import fallback_spec, load_fallback
 from pagemill.engine.weights.gguf import GGUFFile
 from pagemill.engine.weights.safetensors import SafetensorsFiles, read_json
 from pagemill.kernels import attention_cpu
+from pagemill.kernels.choice import takes_compiled
 from pagemill.kernels.linear import InvariantLinear, Linear, MakeDense
 from pagemill.kernels.linear_int8 import Int8Linear
+from pagemill.kernels.linear_invariant import FixedTileLinear
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +160,7 @@ def check_deterministic(checkpoint: Checkpoint, dtype: torch.dtype, on_card: boo
     """Raises ModelLoadError where a row's bits cannot be kept apart from its neighbours'."""
     reason = attention_cpu.refusal(checkpoint.spec.head_dim, dtype)
     if on_card:
-        reason = "the library's matrix products on a card sum in another order for another number of rows"
+        reason = None  # layers and attention in Triton take any dtype of a card
     if checkpoint.family is None:
         reason = f"{checkpoint.spec.architecture} runs through the code of transformers"
     if reason is not None:
@@ -184,7 +186,7 @@ def load_weights(
     """Reads every weight; whatever is wrong with one is a ModelLoadError that names it."""
     check_quantization(checkpoint, quantization)
     if deterministic:
-        check_deterministic(checkpoint, dtype, device.type == "cuda")
+        check_deterministic(checkpoint, dtype, not takes_compiled(torch.empty(0, device=device)))
     if isinstance(checkpoint.spec, FallbackSpec):
         return load_fallback(checkpoint.path, checkpoint.spec, dtype, device)
     return load_decoder(checkpoint, dtype, device, quantization, deterministic)
@@ -217,7 +219,9 @@ def load_decoder(
         tensor = checkpoint.restore(name, tensor)
         return tensor.to(device=device, dtype=dtype, copy=checkpoint.files.mapped)
 
-    make_dense: MakeDense = InvariantLinear if deterministic else Linear
+    make_dense: MakeDense = Linear
+    if deterministic:
+        make_dense = InvariantLinear if takes_compiled(torch.empty(0, device=device)) else FixedTileLinear
     if quantization == "int8":
         make_dense = Int8Linear  # exact integers: a row's own whatever is beside it
     decoder = Decoder(spec, take, lambda name: checkpoint.name_of(name) in shapes, make_dense)

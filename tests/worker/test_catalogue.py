@@ -94,7 +94,7 @@ def test_a_refused_model_ends_with_the_reason(models: Call, tmp_path: Path) -> N
     [
         (["./none"], 7, "no model at ./none"),
         (["nobody/nothing"], 7, "its files are not on this machine"),
-        (["smollm2", "--dtype", "float16"], 2, "--dtype"),
+        (["smollm2", "--dtype", "int4"], 2, "--dtype"),
         (["smollm2", "--kv-cache-gb", "-1"], 2, "--kv-cache-gb"),
     ],
 )

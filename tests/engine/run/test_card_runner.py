@@ -62,13 +62,21 @@ def on_card(path: Path, card: SimulatedCard) -> Iterator[CardRunner]:
         yield card_runner(path, card)
 
 
-def card_runner(path: Path, card: SimulatedCard) -> CardRunner:
+def card_runner(path: Path, card: SimulatedCard, deterministic: bool = False) -> CardRunner:
     """Over memory that is NaN wherever no row has a token."""
     checkpoint = open_checkpoint(path)
-    model = load_weights(checkpoint, torch.float32, card.device)
+    model = load_weights(checkpoint, torch.float32, card.device, deterministic=deterministic)
     storage = storage_of(checkpoint.spec, BLOCKS, torch.float32, card.device)
     storage.tensor.fill_(torch.nan)
-    return CardRunner(model, storage, Sampler(frozenset()), card, max_rows=ROWS, context=CONTEXT)
+    return CardRunner(
+        model,
+        storage,
+        Sampler(frozenset()),
+        card,
+        max_rows=ROWS,
+        context=CONTEXT,
+        deterministic=deterministic,
+    )
 
 
 def engine_over(runner: Any, num_blocks: int = BLOCKS, budget: int = 40, **switches: bool) -> Engine:
@@ -195,6 +203,28 @@ def test_a_row_that_no_step_is_small_enough_for_has_an_error_of_its_own(on_card:
     found = run(engine_over(on_card), [request("a", STEM[:5], 4), request("b", STEM[:3], 4)])
     assert {completion.error_code for completion in found.values()} == {"engine_error"}
     assert "no memory" in (found["a"].error_message or "")
+
+
+@pytest.mark.usefixtures("rows_one_by_one")
+def test_with_deterministic_a_rows_numbers_are_the_same_to_the_last_bit(
+    path: Path, card: SimulatedCard, on_cpu: ModelRunner
+) -> None:
+    """Alone, and in chunks beside others, with a preemption: log-probabilities show what tokens would not."""
+    row = request("row", STEM[:14], 4, temperature=0.0, logprobs=2)
+    others = [
+        request("first", STEM[3:17], 4, temperature=0.0),
+        request("plain", STEM[:14], 4, temperature=0.0),
+    ]
+    with triton_everywhere(), np.errstate(all="ignore"):
+        runner = card_runner(path, card, deterministic=True)
+        alone = run(engine_over(runner, prefix_cache=False), [row])["row"]
+        engine = engine_over(runner, num_blocks=3, budget=9, prefix_cache=False)
+        beside = run(engine, [others[0], row, others[1]])
+    assert engine.metrics().preemptions > 0
+    assert beside["row"].logprobs == alone.logprobs
+    assert beside["plain"].token_ids == alone.token_ids
+    assert alone.token_ids == run(engine_over(on_cpu), [row])["row"].token_ids
+    assert runner.stats.graphs > 0
 
 
 # What the simulated card is strict about

@@ -206,6 +206,20 @@ def test_a_plan_larger_than_its_steps_is_filled_again(device: torch.device) -> N
         torch.testing.assert_close(found.float(), step.expected(), rtol=3e-3, atol=3e-3)
 
 
+@pytest.mark.usefixtures("rows_one_by_one")
+@pytest.mark.parametrize("window", [None, 30])
+def test_as_runs_a_token_has_the_same_bits_alone_and_in_any_run(
+    device: torch.device, window: int | None
+) -> None:
+    whole = make_step([Row(300, new=90)], dtype=torch.float32)
+    expected = run(whole, device, window=window)
+    query, layer, table = whole.query.to(device), whole.layer.to(device), whole.packed().block_tables[0]
+    for begin, end in ((0, 1), (89, 90), (17, 60)):
+        rows = PackedRows([end - begin], [210 + end], [table], as_runs=True)
+        found = paged_attention(query[begin:end], layer, rows, whole.scale, window=window).cpu()
+        assert torch.equal(found, expected[begin:end])
+
+
 def test_a_step_larger_than_its_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         plan = plan_rows(make_step([Row(20), Row(20)]).packed(), 2, 16, 4, None)
