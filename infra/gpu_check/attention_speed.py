@@ -95,9 +95,8 @@ def _measure(step: Step, setting: Setting, findings: Findings) -> None:
     made = paged(step.rows, step.kv_heads, step.head_dim, step.stored or dtype, random, LAYERS)
     query = wide_query(made, step.heads, dtype, random)
     scale = step.head_dim**-0.5
-    planned = kernel.plan_rows(
-        made.packed, step.heads // step.kv_heads, step.head_dim, query.element_size(), None
-    )
+    kind = kernel.kind_of(query, made.memory[:, 0])
+    planned = kernel.plan_rows(made.packed, step.heads // step.kv_heads, kind, None)
     plan = kernel.DevicePlan.of(planned, setting.device)
 
     def attend(layer: int) -> Tensor:

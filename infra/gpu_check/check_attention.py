@@ -122,7 +122,8 @@ def _refilled(shape: Shape, steps: tuple[tuple[Row, ...], ...], dtype: torch.dty
             words = torch.empty(kernel.plan_words(LARGEST), dtype=torch.int32, device=random.device)
             plan, found = kernel.DevicePlan(LARGEST, words), []
             for made, query in zip(all_made, queries, strict=True):
-                step = kernel.plan_rows(made.packed, shape.group, shape.head_dim, query.element_size(), None)
+                kind = kernel.kind_of(query, made.memory[:, 0])
+                step = kernel.plan_rows(made.packed, shape.group, kind, None)
                 words.copy_(torch.from_numpy(kernel.plan_to_words(step, LARGEST)))
                 found.append(kernel.attend(query, made.memory[:, 0], plan, scale))
             return tuple(found)
