@@ -234,10 +234,14 @@ def device() -> Iterator[Finding]:
     found = f"{cores} cores, {', '.join(features) or platform.machine()}{memory}"
     mend = "A processor without AVX2 computes many times slower." if slow else ""
     yield Finding("cpu", "warn" if slow else "ok", found, mend)
-    if _installed("torch") is not None:
+    if _installed("torch") is None:
+        return
+    try:
         from pagemill.engine.run.card import look
-
-        yield from cards(look())
+    except Exception as error:
+        yield Finding("cuda", "broken", describe(error)[0], "pip install --upgrade 'pagemill[worker]'")
+        return
+    yield from cards(look())
 
 
 def cards(seen: Look) -> Iterator[Finding]:

@@ -121,7 +121,10 @@ class _Clock:
         """Writes it down; seconds in all, and those of this run."""
         now = time.monotonic() - self._began
         with contextlib.suppress(OSError):  # a figure for people is worth no trouble
-            self._place.write_text(f"{self._before + now:.3f}\n")
+            # Whole at every moment: a kill would else leave an empty file.
+            beside = self._place.with_name(f"{self._place.name}.new")
+            beside.write_text(f"{self._before + now:.3f}\n")
+            beside.replace(self._place)
         return self._before + now, now
 
 

@@ -162,7 +162,7 @@ def test_a_run_that_was_cut_off_goes_on_and_computes_no_sealed_row_again(
         assert cut.returncode == 130
         assert "run the same command again" in err
     assert "Traceback" not in err
-    sealed = sum(len(pq_rows(path)) for path in output.glob("jobs/*/_work/*/*.parquet"))
+    sealed = sum(len(pq_rows(path)) for segments in segments_of(output) for path in segments[:-1])
     assert 0 < sealed < 400
     ran = float((output / STATE_FOLDER / "seconds").read_text())
     code, out, err = ended(start(*words, **pace | {"sim_rows_per_second": 0}))

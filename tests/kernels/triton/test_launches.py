@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pagemill.kernels import attention, attention_triton
 from pagemill.kernels.activation import gelu_tanh_mul, silu_mul
 from pagemill.kernels.attention_triton import DevicePlan
-from pagemill.kernels.attention_triton_plan import Sizes, StepPlan
+from pagemill.kernels.attention_triton_plan import Sizes
 from pagemill.kernels.compile import all_variants
 from pagemill.kernels.linear_fp8 import Fp8Linear
 from pagemill.kernels.linear_int8 import Int8Linear
@@ -42,11 +42,8 @@ class Launch:
 class NoMemory(DevicePlan):
     """A plan of which nothing is read: numbers of a card's tensors cannot be set here."""
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, words: Tensor) -> None:
         self.sizes = sizes
-
-    def fill(self, plan: StepPlan) -> None:
-        assert plan.sizes == self.sizes
 
     def section(self, name: str) -> Tensor:
         return torch.empty(1, dtype=I32)
@@ -67,6 +64,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(attention_triton, "DevicePlan", NoMemory)
+    # Tensors that are not there cannot be pinned.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     attention_triton.has_wgmma.cache_clear()
     with FakeTensorMode(), torch.device("cuda"):
         yield found
