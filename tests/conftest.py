@@ -89,7 +89,10 @@ class S3:
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
     with servers.redis_address() as url:
-        yield url
+        # Each of the processes that share the tests has a database of its own: workers of the one sweep
+        # whatever jobs they find.
+        number = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+        yield f"{url.removesuffix('/0')}/{number}" if url.endswith("/0") else url
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from pagemill.jobs import tickets
-from pagemill.jobs.errors import PagemillError, ProtocolMismatch, StorageError
+from pagemill.jobs.errors import PagemillError, ProtocolMismatch, RedisUnavailable
 from pagemill.jobs.script import connection
 from pagemill.jobs.settle import settle_job
 from pagemill.jobs.state import State
@@ -186,8 +186,10 @@ class Upkeep:
             workers = await self._state.workers()
             if status is not None and not any(status.model in worker.models for worker in workers):
                 self._settling[job] = asyncio.create_task(self._settle(job, status.model))
-        except StorageError as error:
-            log.warning("%s is past its deadline, but the store refuses: %s", job, error)
+        except (RedisUnavailable, ProtocolMismatch):
+            raise
+        except PagemillError as error:  # of this job alone: others are past their deadlines too
+            log.warning("%s is past its deadline, but cannot be stopped: %s", job, error)
 
     async def _settle(self, job: str, model: str) -> None:
         """End a stopped job whose model nobody serves: what is left of it needs no engine."""
