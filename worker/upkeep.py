@@ -192,11 +192,20 @@ class Upkeep:
             log.warning("%s is past its deadline, but cannot be stopped: %s", job, error)
 
     async def _settle(self, job: str, model: str) -> None:
-        """End a stopped job whose model nobody serves: what is left of it needs no engine."""
+        """End a stopped job whose model nobody serves: what is left of it needs no engine.
+
+        Until it has ended: the store or Redis may refuse for a while, and a dead worker may hold its lease.
+        """
         try:
-            await settle_job(self._state, self._shop.storage, job, model)
-        except PagemillError as error:
-            log.warning("%s could not be ended: %s", job, error)
+            while True:
+                try:
+                    await settle_job(self._state, self._shop.storage, job, model)
+                    status = await self._state.status(job)
+                    if status is None or status.terminal:
+                        return
+                except PagemillError as error:
+                    log.warning("%s could not be ended, and is tried again: %s", job, error)
+                await asyncio.sleep(EVERY_S)
         finally:
             self._settling.pop(job, None)
 

@@ -194,6 +194,18 @@ async def test_a_deadline_ends_a_job_that_nobody_serves(place: Place) -> None:
     assert (status.state, status.total) == ("expired", 0)
 
 
+async def test_a_job_that_nobody_serves_ends_although_a_dead_worker_holds_its_plan(place: Place) -> None:
+    model = f"not-{place.model}"
+    async with place.client() as client, place.state() as state:
+        job = await client.submit(["a", "b"], model=model, deadline=timedelta(seconds=0.5))
+        assert await state.lease(model, worker="ghost", nonce="1", ttl_ms=4000, job=job.id) is not None
+        async with place.worker():
+            await asyncio.sleep(2)
+            assert not (await client.status(job)).terminal
+            status = await client.wait(job, timeout=60)
+    assert (status.state, status.total) == ("expired", 0)
+
+
 async def test_a_model_that_does_not_load_is_the_workers_fault(place: Place) -> None:
     async with place.client() as client:
         job = await client.submit(["a"], model=place.model)
