@@ -40,6 +40,7 @@ from pagemill.engine.sequence import Sequence, Status
 if TYPE_CHECKING:
     from pagemill.engine.run.card import Card
     from pagemill.engine.tokenizer import Tokenizer
+    from pagemill.engine.weights.load import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -395,10 +396,11 @@ def build_engine(
     *,
     before_step: Callable[[Batch], None] | None = None,
     card: Card | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Engine:
     """Load a model and put an engine over it, and say in one log line what fits.
 
-    card: where to run, instead of what the config's device names (engine/run/card.py).
+    card, checkpoint: see load_model (engine/run/load.py).
     Raises ModelLoadError with the reason why the model can't be run, and OutOfMemory with what is needed,
     what there is, and the largest context that would fit.
     """
@@ -406,7 +408,7 @@ def build_engine(
     from pagemill.engine.run.load import load_model
     from pagemill.engine.run.pressure import Pressure
 
-    loaded = load_model(config, card)
+    loaded = load_model(config, card, checkpoint)
     info = loaded.info
     limits = SchedulerConfig(
         num_blocks=info.num_blocks,

@@ -52,15 +52,18 @@ class LoadedModel:
     max_num_seqs: int | None = None
 
 
-def load_model(config: EngineConfig, card: Card | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, card: Card | None = None, checkpoint: Checkpoint | None = None
+) -> LoadedModel:
     """Reads tokenizer and weights and takes memory; ModelLoadError or OutOfMemory say why that cannot be.
 
-    card: where to run, instead of what the config's device names.
+    card: where to run, instead of what the config's device names. checkpoint: where weights come from,
+    instead of what lies at the config's model, which then gives the tokenizer alone.
     """
     card = card or choose_card(config.device)
     dtype = resolve_dtype(config.dtype, card)
     set_threads(config.threads)
-    checkpoint = open_checkpoint(config.model)
+    checkpoint = checkpoint or open_checkpoint(config.model)
     # Before the weights, so that what can never work does not wait for them.
     if config.deterministic:
         check_deterministic(checkpoint, dtype, card is not None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,35 @@ from pagemill.engine.models.decoder import Decoder
 from pagemill.engine.models.registry import family_of_config
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.engine.request import Completion, Request, SamplingParams
-from pagemill.engine.run import load
 from pagemill.engine.run.simulated_card import SimulatedCard
 from pagemill.engine.weights.load import Checkpoint
 from pagemill.kernels.choice import triton_everywhere
 
+# What a rehearsal's models have in place of their own sizes.
+TINY: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
 
 @contextmanager
-def on_card(setting: Setting, path: Path, **options: Any) -> Iterator[Engine]:
+def on_card(
+    setting: Setting, path: Path, checkpoint: Checkpoint | None = None, **options: Any
+) -> Iterator[Engine]:
     """An engine on the CUDA device; in a rehearsal on one that is made of tensors of the CPU, where every
     operation takes its form in Triton."""
     if setting.device.type == "cuda":
-        yield build_engine(EngineConfig(model=str(path), device="cuda", **options))
+        config = EngineConfig(model=str(path), device="cuda", **options)
+        yield build_engine(config, checkpoint=checkpoint)
         return
     with triton_everywhere():
-        yield build_engine(EngineConfig(model=str(path), **options), card=SimulatedCard())
+        config = EngineConfig(model=str(path), **options)
+        yield build_engine(config, card=SimulatedCard(), checkpoint=checkpoint)
 
 
 def on_cpu(path: Path, **options: Any) -> Engine:
@@ -99,12 +113,11 @@ def _shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     return asked
 
 
-@contextmanager
 def random_model(
     config: Mapping[str, Any], dtype: torch.dtype, random: torch.Generator, folder: Path
-) -> Iterator[Path]:
-    """A folder that builds into an engine with random weights, while this lasts. All but where the numbers
-    come from is what happens to any model."""
+) -> Checkpoint:
+    """Random weights, and in the folder what else an engine needs. All but where the numbers come from is
+    what happens to any model."""
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder, int(config["vocab_size"]))
     family = family_of_config(config)
@@ -112,7 +125,7 @@ def random_model(
         raise ValueError(f"{config['architectures']} is of no family")
     spec = family.spec_from_config(config)
     files = RandomWeights(spec, dtype, random)
-    checkpoint = Checkpoint(
+    return Checkpoint(
         folder,
         family,
         spec,
@@ -123,12 +136,3 @@ def random_model(
         {},
         frozenset(),
     )
-    with ExitStack() as stack:
-        _instead(stack, load, "open_checkpoint", lambda path: checkpoint)
-        yield folder
-
-
-def _instead(stack: ExitStack, module: Any, name: str, function: Callable[..., Any]) -> None:
-    before = getattr(module, name)
-    setattr(module, name, function)
-    stack.callback(setattr, module, name, before)

@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from gpu_check.engines import answers, greedy, on_card, on_cpu, write_tokenizer
+from gpu_check.engines import TINY, answers, greedy, on_card, on_cpu, write_tokenizer
 from gpu_check.fault import broken
 from gpu_check.record import Check, Findings
 from gpu_check.setting import Setting
@@ -36,15 +36,6 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-}
-DRY_SIZES: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -124,7 +115,7 @@ def tiny_model(setting: Setting, name: str) -> PreTrainedModel:
     kind, changes = FAMILIES[name]
     sizes = SIZES | changes
     if setting.dry:
-        sizes |= DRY_SIZES | {"query_pre_attn_scalar": 16} if "Gemma" in name else DRY_SIZES
+        sizes |= TINY | {"query_pre_attn_scalar": 16} if "Gemma" in name else TINY
     if kind in ("Qwen2Config", "Phi3Config"):
         # They have no head_dim of their own.
         sizes.pop("head_dim")

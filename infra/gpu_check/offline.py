@@ -22,7 +22,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from gpu_check import lengths
 from gpu_check.clock import synchronize
-from gpu_check.engines import answers, config_of, greedy, on_card, random_model
+from gpu_check.engines import TINY, answers, config_of, greedy, on_card, random_model
 from gpu_check.record import Check, Figure, Findings
 from gpu_check.roofline import Rates, decode_seconds, least_seconds, load_of, prefill_seconds
 from gpu_check.setting import Setting
@@ -63,15 +63,6 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
-TINY: dict[str, Any] = {
-    "vocab_size": 37,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
 }
 
 
@@ -153,12 +144,10 @@ def ours(setting: Setting, findings: Findings, shape: Shape) -> None:
         # All rows at once, as the roofline has it; a context that no row outgrows.
         options |= {"max_num_seqs": 1024, "context": 4096}
     random = setting.generator(f"weights of {shape.name}")
-    with (
-        tempfile.TemporaryDirectory(prefix="gpu-check-") as folder,
-        random_model(shape.record(), dtype, random, Path(folder)) as path,
-    ):
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        checkpoint = random_model(shape.record(), dtype, random, Path(folder))
         started = time.monotonic()
-        with on_card(setting, path, **options) as engine:
+        with on_card(setting, Path(folder), checkpoint, **options) as engine:
             findings.facts[f"start, {shape.name}"] = round(time.monotonic() - started, 2)
             if setting.wants(f"{shape.name}, rows"):
                 _throughput(setting, shape, engine, findings)
