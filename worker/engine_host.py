@@ -174,34 +174,18 @@ class EngineHost:
 
     def abort(self, rids: Iterable[str]) -> None:
         """Forget rows. Their sinks are never called again; their credits return when the child lets go."""
-        sent = []
-        for rid in rids:
-            row = self._rows.get(rid)
-            if row is None:
-                continue
-            row.sink = None
-            if row.sent:
-                sent.append(rid)
-            else:
-                self._end(rid)
-        if sent and self._child is not None:
-            self._child.tell({"op": "abort", "rids": sent})
+        known = [rid for rid in rids if rid in self._rows]
+        for rid in known:
+            self._rows[rid].sink = None
+        self._take_back(known)
 
     def recall(self, rids: Iterable[str]) -> None:
         """Take rows back unless they are finished: each sink is called as ever, with the completion or, where
         there is none, with the status "aborted". At once for rows that have not been sent down."""
-        sent = []
-        for rid in rids:
-            row = self._rows.get(rid)
-            if row is None or row.recalled:
-                continue
-            row.recalled = True
-            if row.sent:
-                sent.append(rid)
-            else:
-                self._deliver({"rid": rid, "status": "aborted"})
-        if sent and self._child is not None:
-            self._child.tell({"op": "abort", "rids": sent})
+        known = [rid for rid in rids if rid in self._rows and not self._rows[rid].recalled]
+        for rid in known:
+            self._rows[rid].recalled = True
+        self._take_back(known)
 
     def under_way(self) -> set[str]:
         """Ids of the rows in the engine's running step; those of no step can be taken back for nothing."""
@@ -340,13 +324,10 @@ class EngineHost:
 
     def _mourn(self, child: EngineProcess) -> None:
         """The child died: judge its suspects, and mark every other row to be sent again."""
-        for rid in [rid for rid, row in self._rows.items() if row.sink is None]:
-            self._end(rid)
         for row in self._rows.values():
             row.sent = False
+        self._take_back([rid for rid, row in self._rows.items() if row.sink is None or row.recalled])
         noted = child.suspects()
-        for rid in [rid for rid, row in self._rows.items() if row.recalled]:
-            self._deliver({"rid": rid, "status": "aborted"})
         if CANARY["rid"] in noted:
             self._canary_deaths += 1
             if self._canary_deaths >= DEATHS_ALONE:
@@ -397,6 +378,18 @@ class EngineHost:
         if self._up and self._child is not None and not row.sent and not self._quarantine.holds(rid):
             row.sent = True
             self._child.send(row.line)
+
+    def _take_back(self, rids: list[str]) -> None:
+        """What has been sent down comes back by itself, once the child has heard of it."""
+        sent = []
+        for rid in rids:
+            row = self._rows.get(rid)
+            if row is not None and row.sent:
+                sent.append(rid)
+            else:
+                self._deliver({"rid": rid, "status": "aborted"})
+        if sent and self._child is not None:
+            self._child.tell({"op": "abort", "rids": sent})
 
     def _resume(self) -> None:
         if self._quarantine.wants_canary and self._child is not None:
