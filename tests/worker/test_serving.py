@@ -87,13 +87,13 @@ async def test_a_worker_leaves_what_another_serves_for_what_it_alone_may_serve(p
     a, b = two(place)
     await place.spawn(models=(a, b), model_slice_s=3600, **SLOW).ready()
     async with place.client() as client:
-        huge = await client.submit([f"p{i}" for i in range(600)], model=a)
+        huge = await client.submit([f"p{i}" for i in range(1200)], model=a)
         await eventually(lambda: place.computed())
         await place.spawn(models=(a,), **SLOW).ready()
         small = await client.submit(["one", "two"], model=b)
         await whole(place, client, small, 2)
         assert not (await client.status(huge)).terminal
-        await whole(place, client, huge, 600)
+        await whole(place, client, huge, 1200)
 
 
 async def test_a_model_that_does_not_load_leaves_the_others_at_work(place: Place) -> None:
