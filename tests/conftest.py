@@ -34,12 +34,14 @@ settings.register_profile("pagemill", deadline=None, suppress_health_check=[Heal
 settings.load_profile("pagemill")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where processes share the tests, those of whole workers and commands have one to themselves: they
-    watch clocks, and wait more than they compute."""
+    """Where processes share the tests, those of whole workers stay in one, and those of commands too: they
+    watch clocks, and two of a kind beside each other would be two loads on the machine at once."""
     for item in items:
-        if {"worker", "infra"} & set(item.path.relative_to(Path(__file__).parent).parts[:1]):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        room = item.path.relative_to(Path(__file__).parent).parts[0]
+        if room in ("worker", "infra"):
+            item.add_marker(pytest.mark.xdist_group(room))
 
 
 # infra/faults/: the proxies that tests share with the chaos run.

@@ -17,6 +17,7 @@ from pagemill.worker.simulated import made_up_text
 
 ROWS = 120
 SLOW: dict[str, Any] = {"sim_delay_ms": 150, "sim_max_seqs": 8, "max_rows_in_flight": 16}
+MANY = 600  # that many take SLOW eleven seconds: a test that looks late still finds it at work
 
 
 def prompts(count: int = ROWS) -> list[str]:
@@ -77,7 +78,7 @@ async def test_sigterm_hands_back_at_once(place: Place) -> None:
     """With a lease of ten minutes: had it not been handed back, the second worker would still wait."""
     first = await place.spawn(**SLOW, lease_ttl_s=600).ready()
     async with place.client() as client:
-        job = await client.submit(prompts(), model=place.model)
+        job = await client.submit(prompts(MANY), model=place.model)
         await some_sealed(place, client, job.id)
         first.send(signal.SIGTERM)
         assert await first.ended() == 0
@@ -98,8 +99,8 @@ async def test_sigterm_hands_back_at_once(place: Place) -> None:
         # What a step finishes in the very moment of leaving may still be in the pipe.
         assert len(place.computed()) - len(sealed) <= SLOW["sim_max_seqs"], "what was finished is sealed"
         assert not [worker for worker in await client.workers() if worker.models == (place.model,)]
-        place.spawn(**SLOW, lease_ttl_s=600)
-        await whole(place, client, job, ROWS)
+        place.spawn(sim_delay_ms=1, lease_ttl_s=600)
+        await whole(place, client, job, MANY)
     computed = place.computed()
     assert {index: computed[index] for index in sealed} == dict.fromkeys(sealed, 1)
 
@@ -170,7 +171,7 @@ async def test_a_redis_that_lost_its_scripts_and_connections_is_no_trouble(
 @pytest.mark.parametrize("signals", [[signal.SIGTERM] * 3, [signal.SIGKILL] * 2])
 async def test_a_storm_of_deploys_loses_nothing(place: Place, signals: list[int]) -> None:
     async with place.client() as client:
-        job = await client.submit(prompts(), model=place.model)
+        job = await client.submit(prompts(MANY), model=place.model)
         for number in signals:
             worker = await place.spawn(**SLOW).ready()
             count = len(place.computed())
@@ -178,7 +179,7 @@ async def test_a_storm_of_deploys_loses_nothing(place: Place, signals: list[int]
             worker.send(number)
             await worker.ended()
         place.spawn(sim_delay_ms=1)
-        rows = await whole(place, client, job, ROWS)
+        rows = await whole(place, client, job, MANY)
         assert {row.status for row in rows} == {"completed"}
 
 
