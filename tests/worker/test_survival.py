@@ -15,9 +15,8 @@ from pagemill.jobs.client import Client
 from pagemill.jobs.commit import list_segments, read_sealed
 from pagemill.worker.simulated import made_up_text
 
-ROWS = 120
 SLOW: dict[str, Any] = {"sim_delay_ms": 150, "sim_max_seqs": 8, "max_rows_in_flight": 16}
-MANY = 600  # that many take SLOW eleven seconds: a test that looks late still finds it at work
+ROWS = 600  # that many take SLOW eleven seconds: a test that looks late still finds it at work
 
 
 def prompts(count: int = ROWS) -> list[str]:
@@ -52,7 +51,7 @@ async def test_after_kill_9_another_worker_finishes_and_computes_no_sealed_row_a
         await eventually(lambda: not Path(f"/proc/{engine}").exists())
         sealed = await sealed_rows(place, job.id)
         assert len(sealed) >= 20
-        place.spawn(**SLOW)
+        place.spawn(sim_delay_ms=1)
         rows = await whole(place, client, job, ROWS)
     computed = place.computed()
     assert {index: computed[index] for index in sealed} == dict.fromkeys(sealed, 1)
@@ -78,7 +77,7 @@ async def test_sigterm_hands_back_at_once(place: Place) -> None:
     """With a lease of ten minutes: had it not been handed back, the second worker would still wait."""
     first = await place.spawn(**SLOW, lease_ttl_s=600).ready()
     async with place.client() as client:
-        job = await client.submit(prompts(MANY), model=place.model)
+        job = await client.submit(prompts(), model=place.model)
         await some_sealed(place, client, job.id)
         first.send(signal.SIGTERM)
         assert await first.ended() == 0
@@ -100,7 +99,7 @@ async def test_sigterm_hands_back_at_once(place: Place) -> None:
         assert len(place.computed()) - len(sealed) <= SLOW["sim_max_seqs"], "what was finished is sealed"
         assert not [worker for worker in await client.workers() if worker.models == (place.model,)]
         place.spawn(sim_delay_ms=1, lease_ttl_s=600)
-        await whole(place, client, job, MANY)
+        await whole(place, client, job, ROWS)
     computed = place.computed()
     assert {index: computed[index] for index in sealed} == dict.fromkeys(sealed, 1)
 
@@ -130,7 +129,7 @@ async def test_a_worker_frozen_past_its_lease_publishes_nothing(place: Place) ->
         job = await client.submit(prompts(), model=place.model)
         await some_sealed(place, client, job.id)
         frozen.send(signal.SIGSTOP)
-        place.spawn(**SLOW)
+        place.spawn(sim_delay_ms=1)
         await whole(place, client, job, ROWS)
         before = {info.key for info in place.storage().list(layout.parts(job.id))}
         frozen.send(signal.SIGCONT)
@@ -160,18 +159,18 @@ async def test_a_redis_that_lost_its_scripts_and_connections_is_no_trouble(
 ) -> None:
     await alone.spawn(**SLOW).ready()
     async with alone.client() as client:
-        job = await client.submit(prompts(), model=alone.model)
+        job = await client.submit(prompts(120), model=alone.model)
         for _ in range(3):
             redis_server.kill()
             await asyncio.to_thread(redis_server.start)
             await asyncio.sleep(0.3)
-        await whole(alone, client, job, ROWS)
+        await whole(alone, client, job, 120)
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM] * 3, [signal.SIGKILL] * 2])
 async def test_a_storm_of_deploys_loses_nothing(place: Place, signals: list[int]) -> None:
     async with place.client() as client:
-        job = await client.submit(prompts(MANY), model=place.model)
+        job = await client.submit(prompts(), model=place.model)
         for number in signals:
             worker = await place.spawn(**SLOW).ready()
             count = len(place.computed())
@@ -179,7 +178,7 @@ async def test_a_storm_of_deploys_loses_nothing(place: Place, signals: list[int]
             worker.send(number)
             await worker.ended()
         place.spawn(sim_delay_ms=1)
-        rows = await whole(place, client, job, MANY)
+        rows = await whole(place, client, job, ROWS)
         assert {row.status for row in rows} == {"completed"}
 
 
