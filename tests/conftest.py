@@ -92,8 +92,8 @@ class S3:
 def redis_url() -> Iterator[str]:
     with servers.redis_address() as url:
         # Each of the processes that share the tests has a database of its own: workers of the one sweep
-        # whatever jobs they find.
-        number = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+        # whatever jobs they find. None has the first, so that whoever forgets the number is found out.
+        number = 1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
         yield f"{url.removesuffix('/0')}/{number}" if url.endswith("/0") else url
 
 

@@ -63,8 +63,7 @@ def command(kind: str, job: str, redis_url: str, folder: Path) -> tuple[list[str
     if address.password or address.scheme != "redis":
         pytest.skip("the example speaks to a Redis without a password or TLS")
     (folder / "wait.js").write_text(block("// wait.js"))
-    words = [str(folder / "wait.js"), job, str(address.port or 6379), address.hostname or "localhost"]
-    return ["node", *words], dict(os.environ)
+    return ["node", str(folder / "wait.js"), job, redis_url], dict(os.environ)
 
 
 @pytest.mark.parametrize("kind", ["sh", "js"])
