@@ -8,6 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+LEAST_ROWS = 128
+
+
+def rows_in_flight(step_rows: int) -> int:
+    """How many may be down where nobody says, with so many in one step of the engine: those of the next lie
+    ready while it runs."""
+    return max(LEAST_ROWS, 2 * step_rows)
+
 
 class Credits:
     """How many rows, and how many of their bytes, may be down in the child. First come, first served.

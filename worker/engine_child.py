@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from pagemill.worker.credits import rows_in_flight
 from pagemill.worker.engine_process import OUT_OF_MEMORY
 from pagemill.worker.models import resolve_model
 from pagemill.worker.wire import Board, Lines, decode, encode
@@ -76,8 +77,11 @@ class Child:
                 traceback.print_exc()
             self._tell({"op": "failed", "message": _sentence(error)})
             quit_now(3)
-        self._tell({"op": "ready", **loaded, "load_seconds": round(time.monotonic() - began, 3)})
-        threading.Thread(target=self._take_rows, args=(start["rows"],), daemon=True, name="data in").start()
+        by_itself = rows_in_flight(loaded.pop("step_rows"))
+        rows = start["rows"] or by_itself
+        loaded |= {"rows": rows, "load_seconds": round(time.monotonic() - began, 3)}
+        self._tell({"op": "ready", **loaded})
+        threading.Thread(target=self._take_rows, args=(rows,), daemon=True, name="data in").start()
         threading.Thread(target=self._give_completions, daemon=True, name="data out").start()
         threading.Thread(target=self._beat, daemon=True, name="beats").start()
         try:

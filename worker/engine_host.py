@@ -17,7 +17,7 @@ from typing import Any
 
 from pagemill.jobs.errors import ModelError
 from pagemill.worker.blame import DEATHS_ALONE, Quarantine
-from pagemill.worker.credits import Credits
+from pagemill.worker.credits import LEAST_ROWS, Credits
 from pagemill.worker.engine_process import EngineProcess, Message
 from pagemill.worker.logs import about_row
 from pagemill.worker.pressure import QUIET_S, Pressure
@@ -57,10 +57,11 @@ CANARY: Message = {
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """start: what the child is to load (engine_child.py). rows, bytes: most that may be in it at once."""
+    """start: what the child is to load (engine_child.py). rows, bytes: most that may be in it at once; where rows is
+    None, as many as it asks for once it knows how many make a step."""
 
     start: Mapping[str, Any]
-    rows: int = 128
+    rows: int | None = None
     bytes: int = 64 << 20
     load_timeout_s: float = 1800.0
     stall_timeout_s: float = 60.0
@@ -71,7 +72,7 @@ class HostConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a loaded engine said about itself."""
+    """What a loaded engine said about itself. rows: most that may be in its process."""
 
     model: str
     fingerprint: str
@@ -79,6 +80,7 @@ class EngineInfo:
     device: str
     context: int
     kv_tokens: int
+    rows: int
     load_seconds: float
 
     def described(self) -> str:
@@ -118,7 +120,8 @@ class EngineHost:
 
     def __init__(self, config: HostConfig) -> None:
         self._config = config
-        self._credits = Credits(config.rows, config.bytes)
+        rows = config.rows or LEAST_ROWS
+        self._credits = Credits(rows, config.bytes)
         self._rows: dict[str, _Row] = {}
         self._quarantine = Quarantine()
         self._child: EngineProcess | None = None
@@ -129,7 +132,7 @@ class EngineHost:
         self._fruitful = False  # whether this life finished a row, or left one to suspect
         self._canary_deaths = 0
         self._unexplained: deque[float] = deque(maxlen=RESTLESS_DEATHS)
-        self._pressure = Pressure(config.rows, config.quiet_s)
+        self._pressure = Pressure(rows, config.quiet_s)
         self._sick = ""  # why no engine of this machine can be trusted
         self._living: asyncio.Task[None] | None = None
         self._broken: asyncio.Future[None] | None = None
@@ -283,6 +286,8 @@ class EngineHost:
             return str(message["message"])
         self._info = info = EngineInfo(**{name: message[name] for name in EngineInfo.__slots__})
         log.info("engine ready: %s, process %d", info.described(), child.pid)
+        if self._pressure.bears(info.rows):
+            self._credits.resize(self._pressure.limit)
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_result(info)

@@ -99,6 +99,7 @@ class NativeEngine:
             "device": info.device,
             "context": info.context,
             "kv_tokens": info.kv_tokens,
+            "step_rows": self._engine.limits.max_num_seqs,
         }
 
     def submit(self, message: Message, arrived: float) -> None:

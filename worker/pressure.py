@@ -29,6 +29,12 @@ class Pressure:
     def lowered(self) -> bool:
         return self.limit < self.full
 
+    def bears(self, rows: int) -> bool:
+        """So many are the full limit from now on. Whether the limit is another now."""
+        before, lowered, self.full = self.limit, self.lowered, rows
+        self.limit = min(self.limit, rows) if lowered else rows
+        return self.limit != before
+
     def ran_out(self, rows: int) -> bool:
         """Memory ran out with so many rows at work (0: with none, so rows are not the reason). Whether the
         limit is another now."""

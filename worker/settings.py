@@ -76,8 +76,17 @@ class WorkerSettings(ClientSettings):
     identical_rows: bool = Field(True, description="run rows of a job that are the same once")
     shared_prefix_attention: bool = Field(True, description="read a common prefix once for a step's rows")
 
-    slots: int = Field(2, ge=1, le=64, description="shards at once; one more serves starved jobs")
-    max_rows_in_flight: int = Field(128, ge=1, description="rows in the engine's process at once")
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="shards at once, and one for starved jobs; by default as many as fill the engine",
+    )
+    max_rows_in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="rows in the engine's process at once; by default those of two steps, 128 at least",
+    )
     max_bytes_in_flight: int = Field(
         64 << 20, ge=1, description="bytes of rows in the engine's process at once"
     )

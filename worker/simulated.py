@@ -79,6 +79,7 @@ class SimulatedEngine:
             "device": "simulated",
             "context": self._context,
             "kv_tokens": self._max_seqs * self._context,
+            "step_rows": self._max_seqs,
         }
 
     def submit(self, message: Message, arrived: float) -> None:

@@ -49,6 +49,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 10.0
 
 Outcome = Literal["done", "lost", "handed back", "moot", "failed"]
+# A shard of usual rows has some 230. While one is read or committed, another computes.
+LEAST_SLOTS, MOST_SLOTS, ROWS_A_SLOT = 2, 64, 128
 SIDE_SLOTS = 2  # for plans and endings of jobs whose model is not loaded
 
 
@@ -96,7 +98,13 @@ class Leasing:
     @property
     def full(self) -> bool:
         """Whether a ticket would be wasted on this worker."""
-        return self._leaving or self._ordinary() >= self._shop.settings.slots or self._isolating()
+        return self._leaving or self._ordinary() >= self.slots or self._isolating()
+
+    @property
+    def slots(self) -> int:
+        """Shards at once, beside one for starved jobs."""
+        rows = self.engine.rows if self.engine is not None else 0
+        return self._shop.settings.slots or max(LEAST_SLOTS, min(MOST_SLOTS, rows // ROWS_A_SLOT))
 
     def wake(self) -> None:
         self._wake.set()
@@ -161,7 +169,7 @@ class Leasing:
 
     async def _fill_ordinary(self) -> bool:
         """One more task of the loaded model, if there is a slot for one."""
-        starved_only = self._ordinary() >= self._shop.settings.slots
+        starved_only = self._ordinary() >= self.slots
         if starved_only and any(slot.extra for slot in self._tasks.values()):
             return False
         lease = await self._lease(self.loaded, starved_only)

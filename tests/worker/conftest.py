@@ -25,7 +25,7 @@ async def start_host() -> AsyncIterator[StartHost]:
 
     async def start(
         *,
-        rows: int = 64,
+        rows: int | None = 64,
         size: int = 1 << 20,
         stall_timeout_s: float = 60,
         stall_token_s: float | None = None,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worker_place import eventually
 
 from pagemill.jobs.errors import ModelError
 from pagemill.worker.engine_host import EngineHost, HostConfig
@@ -190,6 +191,27 @@ async def test_a_row_that_hangs_its_engine_is_poison_too(
     messages = await collected.all(30)
     assert messages["bad"]["error_code"] == "poison_row"
     assert messages["good"]["status"] == "completed"
+
+
+@pytest.mark.parametrize(("step", "wanted"), [(8, 128), (64, 128), (150, 300)])
+async def test_an_engine_gets_the_rows_of_two_steps_where_nobody_says(
+    start_host: StartHost, step: int, wanted: int
+) -> None:
+    host = await start_host(rows=None, sim_max_seqs=step)
+    assert host.health().rows_limit == wanted
+    never = Collected(1)
+    for i in range(wanted):
+        await asyncio.wait_for(host.submit(f"r{i}", row("<<slow:600000>>"), never), 10)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(host.submit("more", row("x"), never), 0.2)
+    pid = host.health().pid
+    assert pid is not None
+    await eventually(lambda: host.health().figures.get("running") == step)
+    os.kill(pid, signal.SIGKILL)  # by nobody we know: so many rows were too many for its memory
+    await gone(pid)
+    await eventually(lambda: host.health().up and host.health().restarts == 1)
+    assert host.health().rows_limit == step // 2
+    assert host.health().rows_in_flight == wanted
 
 
 async def test_a_child_that_is_busy_for_long_but_steps_is_no_hang(start_host: StartHost) -> None:

@@ -29,6 +29,18 @@ async def test_small_jobs_start_behind_a_huge_one_of_the_same_model(place: Place
         await client.cancel(huge)
 
 
+async def test_an_engine_of_many_rows_gets_shards_until_it_is_full(place: Place) -> None:
+    await place.spawn(sim_delay_ms=60_000, sim_max_seqs=320).ready()
+    async with place.client() as client, place.state() as state:
+        job = await client.submit([f"p{i}" for i in range(700)], model=place.model, shard_rows=70)
+        async with asyncio.timeout(30):
+            while await state.redis.zcard(f"{state.key(job.id)}:leases") < 5:
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(1.5)
+        assert await state.redis.zcard(f"{state.key(job.id)}:leases") == 5, "640 rows, one slot for 128"
+        await client.cancel(job)
+
+
 async def test_a_job_of_higher_priority_goes_before_what_waits(place: Place) -> None:
     await place.spawn(**SLOW, slots=3).ready()
     async with place.client() as client:

@@ -57,6 +57,18 @@ def test_a_limit_falls_with_deaths_and_comes_back_with_quiet(full: int, deaths: 
     assert not pressure.passed(1000.0)
 
 
+def test_an_engine_that_bears_more_or_fewer_rows_keeps_what_memory_taught() -> None:
+    pressure = Pressure(128, quiet_s=10)
+    assert pressure.bears(2048)
+    assert (pressure.limit, pressure.full) == (2048, 2048)
+    assert not pressure.bears(2048)
+    pressure.ran_out(600)
+    assert not pressure.bears(1024)
+    assert pressure.limit == 300
+    assert pressure.bears(200)
+    assert (pressure.limit, pressure.lowered) == (200, False)
+
+
 def test_a_death_starts_the_quiet_anew() -> None:
     pressure = Pressure(64, quiet_s=10)
     pressure.ran_out(64)
