@@ -21,7 +21,7 @@ from pagemill.worker.credits import Credits
 from pagemill.worker.engine_process import EngineProcess, Message
 from pagemill.worker.logs import about_row
 from pagemill.worker.pressure import QUIET_S, Pressure
-from pagemill.worker.wire import encode, row_line
+from pagemill.worker.wire import beside, encode, row_line
 
 log = logging.getLogger("pagemill.engine")
 
@@ -36,6 +36,8 @@ BARREN_LIVES = 2  # lives in a row that ended without finishing a row, and with 
 # A step may take stall_timeout_s, and this much for each token in it, where nobody said otherwise: many times
 # what the slowest machine of the kind needs.
 SECONDS_A_TOKEN = {"cpu": 1.0, "cuda": 0.02}
+PLAIN = beside()
+
 CANARY: Message = {
     "rid": "canary",
     "row": {
@@ -154,19 +156,14 @@ class EngineHost:
         rid: str,
         row: Mapping[str, Any] | bytes,
         sink: Sink,
-        *,
-        context: int | None = None,
-        special: str = "text",
-        priority: int = 0,
-        group: str = "",
+        told: bytes = PLAIN,
     ) -> None:
         """Hand a row down, waiting for a credit. `rid` must be new: it carries the fence of its lease.
 
-        row: as `Row.to_dict` has it, or the JSON text of that. group: what the engine shares out evenly and
-        learns lengths of, the row's job.
+        row: as `Row.to_dict` has it, or the JSON text of that. told: what goes beside it, of wire.py's
+        `beside`.
         """
-        text = row if isinstance(row, bytes) else encode(dict(row)).rstrip()
-        line = row_line(rid, text, context=context, special=special, priority=priority, group=group)
+        line = row_line(rid, row if isinstance(row, bytes) else encode(dict(row)).rstrip(), told)
         await self._credits.take(len(line))
         assert rid not in self._rows, f"{rid} is already in the engine"
         self._rows[rid] = _Row(line, sink)

@@ -36,6 +36,7 @@ from pagemill.worker.engine_host import CANARY
 from pagemill.worker.isolation import Isolation
 from pagemill.worker.lease import Guard, Released
 from pagemill.worker.logs import about
+from pagemill.worker.wire import beside
 from pagemill.worker.workshop import Workshop
 
 log = logging.getLogger("pagemill.worker")
@@ -112,10 +113,8 @@ class ShardRun:
         self._finished: list[ResultRow] = []
         self._oldest = 0.0  # when the oldest of them finished
         self._seq = 0
-        self._isolated = isolated
+        self._urgent, self._isolated = urgent, isolated
         self._news = asyncio.Event()
-        # Twice the priority, so that one step of urgency fits between two priorities.
-        self._priority = 2 * spec.priority + urgent
 
     async def run(self) -> dict[str, Any]:
         """The commit record that counts."""
@@ -219,17 +218,17 @@ class ShardRun:
     # -- rows down, completions up --------------------------------------------------------------------
 
     async def _feed(self) -> None:
-        shop = self._shop
+        shop, spec = self._shop, self._spec
+        told = beside(
+            context=spec.context,
+            special=spec.special_tokens_in_content,
+            # Twice the priority, so that one step of urgency fits between two priorities.
+            priority=2 * spec.priority + self._urgent,
+            group=spec.job,
+        )
         for row in list(self._left.values()):
-            await shop.engine.submit(
-                self._rid(row.row_index),
-                self._texts[row.row_index],
-                partial(self._take, row),
-                context=self._spec.context,
-                special=self._spec.special_tokens_in_content,
-                priority=self._priority,
-                group=self._guard.lease.job,
-            )
+            text, take = self._texts[row.row_index], partial(self._take, row)
+            await shop.engine.submit(self._rid(row.row_index), text, take, told)
             self._down.add(row.row_index)
             self._count_running(1)
 

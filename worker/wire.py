@@ -34,10 +34,20 @@ def encode(message: dict[str, Any]) -> bytes:
     return _encode(message).encode() + b"\n"
 
 
-def row_line(rid: str, row: bytes, **how: int | str | None) -> bytes:
-    """The line of a row that is JSON text already, as a shard's object holds it: it is not written again."""
-    head = encode({"rid": rid, **how})
-    return b"".join((head[:-2], b',"row":', row, b"}\n"))
+def beside(*, context: int | None = None, special: str = "text", priority: int = 0, group: str = "") -> bytes:
+    """What an engine is told of a row beside the row itself, a part of its line: alike for all of a shard.
+
+    group: what the engine shares itself out among, and learns lengths of, the row's job.
+    """
+    return encode({"context": context, "special": special, "priority": priority, "group": group})[1:-2]
+
+
+def row_line(rid: str, row: bytes, told: bytes) -> bytes:
+    """The line of a row that is JSON text already, as a shard's object holds it: it is not written again.
+
+    told: of `beside`.
+    """
+    return b"".join((b'{"rid":', _encode(rid).encode(), b",", told, b',"row":', row, b"}\n"))
 
 
 def decode(line: bytes) -> dict[str, Any]:

@@ -36,6 +36,9 @@ def series() -> dict[str, set[str]]:
         endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
         labels = {*metric._labelnames, "job", "instance", *({"le"} if family.type == "histogram" else ())}
         found |= {family.name + ending: labels for ending in endings}
+    for family in Figures().rows.collect():
+        for sample in family.samples:
+            found[sample.name] = {*sample.labels, "job", "instance"} | found.get(sample.name, set())
     return found
 
 

@@ -183,7 +183,7 @@ async def test_a_row_that_hangs_its_engine_is_poison_too(
     start_host: StartHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagemill.worker.engine_host.TICK_S", 0.2)
-    host = await start_host(rows=4, stall_timeout_s=1.0)
+    host = await start_host(rows=4, stall_timeout_s=1.0, stall_token_s=0.1)
     collected = Collected(2)
     await host.submit("bad", row("<<hang>>"), collected)
     await host.submit("good", row("x"), collected)

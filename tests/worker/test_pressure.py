@@ -121,7 +121,7 @@ async def test_a_row_that_is_killed_alone_lowers_nothing_for_the_others(start_ho
 async def test_a_hang_is_no_pressure(start_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """We kill it ourselves, which says nothing about memory."""
     monkeypatch.setattr("pagemill.worker.engine_host.TICK_S", 0.1)
-    host = await start_host(rows=8, stall_timeout_s=0.5)
+    host = await start_host(rows=8, stall_timeout_s=0.5, stall_token_s=0.1)
     collected, _ = await fed(host, ["<<hang>>", "x"])
     await eventually(lambda: len(collected.messages) == 2)
     assert host.health().rows_limit == 8

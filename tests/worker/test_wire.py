@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill.jobs.row import Row
-from pagemill.worker.wire import BOARD_BYTES, Board, Lines, board_file, decode, encode, row_line
+from pagemill.worker.wire import BOARD_BYTES, Board, Lines, beside, board_file, decode, encode, row_line
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda text: text.replace(b"\n", b"")), max_size=8), st.data())
@@ -30,7 +30,7 @@ def test_a_message_is_one_line_whatever_its_strings_hold() -> None:
 @given(st.text(max_size=40), st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3))
 def test_a_row_goes_down_as_the_text_it_was_stored_as(prompt: str, metadata: dict[str, str]) -> None:
     row = Row(3, 4, 'id\n"', "completion", None, prompt, None, {"top_p": 0.5}, 2**62, metadata=metadata)
-    line = row_line("job/1/f/3", row.to_json().encode(), context=None, special="text", priority=-2)
+    line = row_line("job/1/f/3", row.to_json().encode(), beside(priority=-2))
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
     assert decode(line[:-1]) == {
@@ -38,6 +38,7 @@ def test_a_row_goes_down_as_the_text_it_was_stored_as(prompt: str, metadata: dic
         "context": None,
         "special": "text",
         "priority": -2,
+        "group": "",
         "row": row.to_dict(),
     }
 
