@@ -60,8 +60,8 @@ def _head(manifest: dict[str, Any]) -> str:
     submitted, ended = manifest["created_at"], manifest["finished_at"]
     return (
         f'<header><h1>{job} <span class="state {state}">{state}</span></h1>'
-        f'<p class="sub">model <b>{model}</b> · submitted {moment(submitted)}'
-        f" · ended {moment(ended)} UTC, {length(ended - submitted)} later</p>{why}</header>"
+        f'<p class="sub">model <b>{model}</b> · submitted <time>{moment(submitted)}</time>'
+        f" · ended <time>{moment(ended)} UTC</time>, {length(ended - submitted)} later</p>{why}</header>"
     )
 
 
