@@ -1,4 +1,4 @@
-"""The report of a job as one HTML file: no script, nothing loaded from anywhere, light and dark.
+"""The report of a job as one HTML file: no script, nothing loaded from anywhere, light, dark and on paper.
 
 What comes from a job or a model is escaped, and the page's own policy forbids whatever would be loaded all
 the same. This room may not know where the figures come from.
@@ -7,19 +7,31 @@ the same. This room may not know where the figures come from.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from pagemill.jobs.render import span
-from pagemill.jobs.report import Clock, Price, Report, binned, percentile, quantile
-from pagemill.jobs.report_charts import MOST_BARS, NARROW, Bar, columns, round_step, shares
+from pagemill.jobs.render import harmless
+from pagemill.jobs.report import Price, Report, binned, percentile, quantile
+from pagemill.jobs.report_cards import none, note, section
+from pagemill.jobs.report_charts import MOST_BARS, Axis, Bar, columns, round_step, shares
+from pagemill.jobs.report_time import over_time
+from pagemill.jobs.report_words import (
+    count,
+    foreign,
+    length,
+    moment,
+    money,
+    pace,
+    percent,
+    rows,
+    share_name,
+    short,
+)
 
 SHARES = (0.5, 0.9, 0.99)
-STEPS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
-LONGEST_MESSAGE = 240
+FEWEST_CLASSES = 12  # a histogram of fewer is as wide all the same: one length is a bar, and not a wall
 TIMES_NOTE = "Of a row, from when the engine had it; a row that waited behind others counts in full."
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -40,42 +52,40 @@ def page(report: Report, price: Price | None = None) -> str:
 
 
 def _head(manifest: dict[str, Any]) -> str:
-    job, model, state = (escape(str(manifest[name])) for name in ("job", "model", "state"))
+    job, model, state = (escape(harmless(str(manifest[name]))) for name in ("job", "model", "state"))
     why = ""
     if manifest["error_code"]:
-        why = f'<p class="why">{escape(manifest["error_code"])}: {escape(manifest["error_message"])}</p>'
+        said = harmless(f"{manifest['error_code']}: {manifest['error_message']}")
+        why = f'<p class="why">{escape(said)}</p>'
     submitted, ended = manifest["created_at"], manifest["finished_at"]
     return (
         f'<header><h1>{job} <span class="state {state}">{state}</span></h1>'
-        f'<p class="sub">model <b>{model}</b> · submitted {_moment(submitted)}'
-        f" · ended {_moment(ended)}, {span(ended - submitted)} later</p>{why}</header>"
+        f'<p class="sub">model <b>{model}</b> · submitted <time>{moment(submitted)}</time>'
+        f" · ended <time>{moment(ended)} UTC</time>, {length(ended - submitted)} later</p>{why}</header>"
     )
 
 
 def _tiles(report: Report, price: Price | None) -> str:
     manifest, working = report.manifest, report.clock.working_s
-    hits = manifest["cached_tokens"] / manifest["prompt_tokens"] if manifest["prompt_tokens"] else 0.0
+    total, written, read, cached = (
+        manifest[name] for name in ("total", "completion_tokens", "prompt_tokens", "cached_tokens")
+    )
     told = [
-        ("rows completed", f"{manifest['completed']:,}", f"of {manifest['total']:,}"),
-        ("rows failed", f"{manifest['failed']:,}", _percent(manifest["failed"], manifest["total"])),
-        (
-            "tokens written",
-            f"{manifest['completion_tokens']:,}",
-            _pace(manifest["completion_tokens"], working),
-        ),
-        ("tokens read", f"{manifest['prompt_tokens']:,}", _pace(manifest["prompt_tokens"], working)),
-        ("from the cache", f"{hits:.1%}", f"{manifest['cached_tokens']:,} tokens"),
+        ("rows completed", count(manifest["completed"]), f"of {count(total)}"),
+        ("rows failed", count(manifest["failed"]), percent(manifest["failed"], total)),
+        ("tokens written", count(written), pace(written, working)),
+        ("tokens read", count(read), pace(read, working)),
+        ("from the cache", percent(cached, read) or "–", f"{count(cached)} tokens"),
         (
             "engines at work",
-            span(working) if working else "unknown",
-            _rows_a_second(report.clock.rows, working),
+            length(working) if working else "unknown",
+            f"{rows(report.clock.rows / working)} a second" if working else "",
         ),
     ]
     if price is not None and working:
         cost = price.cost(working)
-        told.append(
-            ("cost, estimated", _money(cost), _cost_of_a_million(cost, manifest["completion_tokens"]))
-        )
+        each = f"{money(cost / written * 1e6)} a million written" if written else ""
+        told.append(("cost, estimated", money(cost), each))
     tiles = (
         f'<div class="tile"><div class="name">{escape(name)}</div><div class="figure">{escape(figure)}</div>'
         f'<div class="note">{escape(note)}</div></div>'
@@ -85,151 +95,59 @@ def _tiles(report: Report, price: Price | None) -> str:
 
 
 def _sections(report: Report) -> Iterator[str]:
-    yield _over_time(report.clock)
-    yield '<div class="pair">'
-    yield _section("Prompt lengths", _lengths(report.prompt, "prompt"))
-    yield _section("Answer lengths", _lengths(report.completion, "answer"))
-    yield '</div><div class="pair">'
-    reasons = report.reasons.most_common()
-    yield _section(
-        "Finish reasons", shares(reasons, report.reasons.total()) if reasons else _none("No row completed.")
-    )
-    yield _section("Waiting and running", _times(report))
-    yield "</div>"
-    yield _section("Errors", _errors(report))
+    yield over_time(report.clock)
+    times = section("Waiting and running", _times(report))
+    if report.reasons:
+        prompts = section("Prompt lengths", _lengths(report.prompt, "prompt"))
+        answers = section("Answer lengths", _lengths(report.completion, "answer"))
+        reasons = section("Finish reasons", shares(report.reasons.most_common(), report.reasons.total()))
+        yield _pair(prompts, answers) + _pair(reasons, times)
+    else:
+        yield section("Lengths and finish reasons", none("No row completed.")) + times
+    yield section("Errors", _errors(report))
     if damaged := report.manifest.get("damaged"):
         listed = "".join(f"<li><code>{escape(key)}</code></li>" for key in damaged)
-        yield _section("Parts that the store damaged", f"<ul>{listed}</ul>")
+        yield section("Parts that the store damaged", f"<ul>{listed}</ul>")
 
 
-def _section(title: str, inner: str, note: str = "") -> str:
-    said = f'<p class="note">{note}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{said}{inner}</section>"
-
-
-def _note(sentence: str) -> str:
-    return f'<p class="note">{escape(sentence)}</p>'
-
-
-def _key(series: str, name: str) -> str:
-    return f'<span class="key {series}"></span>{escape(name)}'
-
-
-def _none(sentence: str) -> str:
-    return f'<p class="none">{escape(sentence)}</p>'
-
-
-# -- over time ------------------------------------------------------------------------------------------
-
-
-def _over_time(clock: Clock) -> str:
-    start, end = clock.span
-    if start == end:
-        return _section("Throughput", _none("No row of this job says when it ended."))
-    fitting = (step for step in STEPS_S if (end - start) / step <= MOST_BARS)
-    width = next(fitting, -(-(end - start) // MOST_BARS))
-    edges = list(range(start, end + width, width))
-    written = _spread(clock.written(), edges)
-    read, cached = _gathered(clock.read, edges), _gathered(clock.cached, edges)
-    running = _spread(clock.running(), edges)
-    ended = _gathered(clock.ended, edges)
-    places = [(edge - start, edge - start + width) for edge in edges[:-1]]
-    ticks = _ticks(end - start)
-
-    def drawn(label: str, series: Sequence[str], values: Iterable[tuple[float, ...]], tip: str) -> str:
-        bars = [
-            Bar(*place, value, f"{span(place[0])} to {span(place[1])}: " + tip.format(*value))
-            for place, value in zip(places, values, strict=True)
-        ]
-        return columns(bars, series, label=label, axis=_elapsed, ticks=ticks)
-
-    fresh = [(r - c) / width for r, c in zip(read, cached, strict=True)]
-    return "".join(
-        [
-            _section(
-                "Tokens written a second",
-                drawn(
-                    "Tokens written a second, over time",
-                    ("a",),
-                    ((w / width,) for w in written),
-                    "{0:,.0f} tokens/s",
-                ),
-                f"Answers; {span(width)} a bar.",
-            ),
-            _section(
-                "Tokens read a second",
-                drawn(
-                    "Tokens of prompts a second, over time",
-                    ("b", "c"),
-                    zip(fresh, (c / width for c in cached), strict=True),
-                    "{0:,.0f} tokens/s computed, {1:,.0f} from the cache",
-                ),
-                f"Prompts: {_key('b', 'computed')} {_key('c', 'from the prefix cache')}.",
-            ),
-            _section(
-                "Rows in the engines",
-                drawn(
-                    "Rows in the engines, over time", ("d",), ((r / width,) for r in running), "{0:,.0f} rows"
-                ),
-                f"On average over a bar; in the best one, {max(ended) / width:,.3g} rows a second ended.",
-            ),
-        ]
-    )
-
-
-def _gathered(counts: Counter[int], edges: Sequence[int]) -> list[int]:
-    """Sums of what lies between each two edges, which are equally far apart."""
-    width = edges[1] - edges[0]
-    sums = Counter[int]()
-    for second, count in counts.items():
-        sums[(second - edges[0]) // width] += count
-    return [sums[index] for index in range(len(edges) - 1)]
-
-
-def _spread(levels: Iterable[tuple[int, int, float]], edges: Sequence[int]) -> list[float]:
-    """What levels come to between each two edges, in units times seconds."""
-    width, sums = edges[1] - edges[0], [0.0] * (len(edges) - 1)
-    for here, there, level in levels:
-        while here < there:
-            index = (here - edges[0]) // width
-            until = min(there, edges[index + 1])
-            sums[index] += level * (until - here)
-            here = until
-    return sums
-
-
-def _ticks(seconds: int) -> list[float]:
-    step = next((step for step in STEPS_S if seconds / step <= 8), round_step(seconds / 8))
-    return [place * step for place in range(int(seconds // step) + 1)]
-
-
-def _elapsed(seconds: float) -> str:
-    return "0" if not seconds else span(seconds).replace(".0 s", " s")
-
-
-# -- lengths, times, errors -----------------------------------------------------------------------------
+def _pair(left: str, right: str) -> str:
+    return f'<div class="pair">{left}{right}</div>'
 
 
 def _lengths(counts: Counter[int], what: str) -> str:
-    if not counts:
-        return _none("No row completed.")
+    mean = sum(tokens * number for tokens, number in counts.items()) / counts.total()
+    told = ", ".join(f"{share_name(share)} {quantile(counts, share):,}" for share in SHARES)
+    drawn, left_out = _without_tail(counts)
     bars = [
-        Bar(low, high, (rows,), f"{_whole_range(low, high)} tokens: {rows:,} rows")
-        for low, high, rows in binned(counts, MOST_BARS // 2)
+        Bar(low, high, (number,), f"{_whole_range(low, high)} tokens: {rows(number)}")
+        for low, high, number in _widened(list(binned(drawn, MOST_BARS // 2)))
     ]
     step = max(1.0, round_step((bars[-1].end - bars[0].start) / 6))
     first = -(-bars[0].start // step)
-    chart = columns(
-        bars,
-        ("a",),
-        label=f"Rows by tokens of the {what}",
-        axis=lambda tokens: f"{tokens:,.0f}",
-        ticks=[(first + index) * step for index in range(8)],
-        width=NARROW,
-    )
-    mean = sum(length * rows for length, rows in counts.items()) / counts.total()
-    told = ", ".join(f"{_share(share)} {quantile(counts, share):,}" for share in SHARES)
-    return f'<p class="note">Tokens: mean {mean:,.1f}, {told}, longest {max(counts):,}.</p>{chart}'
+    axis = Axis(f"tokens of the {what}", [(first + index) * step for index in range(8)], short)
+    chart = columns(bars, ("a",), axis, label=f"Rows by tokens of the {what}", unit="rows", least_step=1)
+    return note(f"Tokens: mean {mean:,.1f}, {told}, longest {max(counts):,}.{left_out}") + chart
+
+
+def _without_tail(counts: Counter[int]) -> tuple[Counter[int], str]:
+    """What is worth drawing: one row a hundred times as long as the others would press them into one bar."""
+    most = quantile(counts, SHARES[-1]) or 0
+    if max(counts) <= 2 * most:
+        return counts, ""
+    drawn = Counter({tokens: number for tokens, number in counts.items() if tokens <= most})
+    longer = counts.total() - drawn.total()
+    verb = "is" if longer == 1 else "are"
+    return drawn, f" {rows(longer).capitalize()} of more than {most:,} {verb} not drawn."
+
+
+def _widened(classes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """With empty classes at both sides of few, none of them below 0."""
+    low, high = classes[0][0], classes[-1][1]
+    width, missing = classes[0][1] - low, FEWEST_CLASSES - len(classes)
+    before = min(max(0, missing) // 2, low // width)
+    empty = [(low - number * width, low - (number - 1) * width, 0) for number in range(before, 0, -1)]
+    after = [(high + n * width, high + (n + 1) * width, 0) for n in range(missing - before)]
+    return [*empty, *classes, *after]
 
 
 def _whole_range(low: int, high: int) -> str:
@@ -242,24 +160,31 @@ def _times(report: Report) -> str:
         "first_token_ms": "until its first token",
         "total_ms": "until its end",
     }
-    rows = []
+    if not any(report.times[column] for column in names):
+        return none("No row says how long it took.")
+    lines = []
     for column, name in names.items():
         found = [percentile(report.times[column], share) for share in SHARES]
-        told = "".join(f'<td class="number">{"–" if ms is None else _duration(ms)}</td>' for ms in found)
-        rows.append(f'<tr><th scope="row">{name}</th>{told}</tr>')
-    heads = "".join(f'<th scope="col" class="number">{_share(share)}</th>' for share in SHARES)
-    return f"{_note(TIMES_NOTE)}<table><tr><td></td>{heads}</tr>{''.join(rows)}</table>"
+        told = "".join(f'<td class="number">{"–" if ms is None else length(ms / 1000)}</td>' for ms in found)
+        lines.append(f'<tr><th scope="row">{name}</th>{told}</tr>')
+    heads = "".join(f'<th scope="col" class="number">{share_name(share)}</th>' for share in SHARES)
+    return f"{note(TIMES_NOTE)}<table><tr><td></td>{heads}</tr>{''.join(lines)}</table>"
 
 
 def _errors(report: Report) -> str:
     if not report.errors:
-        return _none("No row failed.")
-    rows = "".join(
-        f'<tr><th scope="row"><code>{escape(code)}</code></th><td class="number">{count:,}</td>'
-        f'<td class="wide">{escape(_cut(report.examples.get(code, "")))}</td></tr>'
-        for code, count in report.errors.most_common()
+        return none("No row failed.")
+    head = (
+        '<tr><th scope="col">code</th><th scope="col" class="number">rows</th>'
+        '<th scope="col" class="wide">one of their messages</th></tr>'
     )
-    return f'<p class="note">With one message of each kind.</p><table>{rows}</table>'
+    lines = "".join(
+        f'<tr><th scope="row"><code>{escape(foreign(code))}</code></th>'
+        f'<td class="number">{count(number)}</td>'
+        f'<td class="wide">{escape(foreign(report.examples.get(code, "")))}</td></tr>'
+        for code, number in report.errors.most_common()
+    )
+    return f'<table class="errors">{head}{lines}</table>'
 
 
 def _foot(report: Report, price: Price | None) -> str:
@@ -267,50 +192,16 @@ def _foot(report: Report, price: Price | None) -> str:
         "Engines are at work while at least one row is in one: time in queues, loads and outages is left out."
     ]
     untimed = report.manifest["total"] - report.clock.rows
-    if untimed:
+    if untimed == 1:
+        said.append("1 row never ran, or does not say when it ended: the charts over time leave it out.")
+    elif untimed:
         said.append(
-            f"{untimed:,} rows never ran, or do not say when they ended: the charts over time leave them out."
+            f"{rows(untimed)} never ran, or do not say when they ended: the charts over time leave them out."
         )
     if price is not None:
         gpus = f"{price.gpus:,} GPU{'s' if price.gpus > 1 else ''}"
         said.append(
-            f"The cost is {gpus} at {price.hour:g} an hour for the time that engines were at work; machines"
-            " that wait or load a model cost more."
+            f"The cost is {gpus} at {money(price.hour)} an hour for the time that engines were at work;"
+            " machines that wait or load a model cost more."
         )
     return f"<footer>{''.join(f'<p>{escape(line)}</p>' for line in said)}</footer>"
-
-
-def _share(share: float) -> str:
-    return "median" if share == 0.5 else f"p{share * 100:g}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 1] + "…"
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{part / whole:.2%}" if whole else ""
-
-
-def _pace(tokens: int, seconds: int) -> str:
-    return f"{tokens / seconds:,.0f} a second" if seconds else ""
-
-
-def _rows_a_second(rows: int, seconds: int) -> str:
-    return f"{rows / seconds:,.3g} rows a second" if seconds else ""
-
-
-def _money(cost: float) -> str:
-    return f"{cost:,.2f}" if cost >= 0.1 else f"{cost:.2g}"
-
-
-def _cost_of_a_million(cost: float, tokens: int) -> str:
-    return f"{_money(cost / tokens * 1e6)} a million written" if tokens else ""
-
-
-def _duration(milliseconds: float) -> str:
-    return f"{milliseconds:.0f} ms" if milliseconds < 1000 else span(milliseconds / 1000)
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

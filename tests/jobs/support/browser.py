@@ -1,12 +1,15 @@
-"""A real browser for tests of pages, where this machine has one; and the pixels of what it drew."""
+"""A real browser for tests of pages, where this machine has one: its pixels and its layout."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import struct
 import subprocess
 import zlib
 from collections import Counter
+from html import escape, unescape
 from pathlib import Path
 
 import pytest
@@ -23,14 +26,39 @@ def screenshot(page: Path, folder: Path, *, dark: bool, size: tuple[int, int]) -
     """What the browser draws of a page, as rows of pixels. Skips the test where there is no browser."""
     picture = folder / f"{page.stem}-{'dark' if dark else 'light'}.png"
     width, height = size
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    _run(folder, scheme, f"--window-size={width},{height}", f"--screenshot={picture}", page.as_uri())
+    _run(folder, _scheme(dark), f"--window-size={width},{height}", f"--screenshot={picture}", page.as_uri())
     return pixels(picture)
 
 
 def document(page: Path, folder: Path) -> str:
     """The page as the browser understood it."""
     return _run(folder, "--dump-dom", page.as_uri())
+
+
+def layout_faults(page: Path, folder: Path, *, width: int) -> list[str]:
+    """What sticks out, lies over something, is too small to read or is lost in print; [] is fine.
+
+    width: of the window, in pixels. The page forbids scripts of its own, so it is measured from without, in a
+    frame; and a frame can be narrower than the 500 pixels that a browser's window has at least.
+    """
+    frame = folder / f"{page.stem}-{width}.html"
+    measure = Path(__file__).with_name("layout_faults.js").read_text()
+    frame.write_text(
+        f'<!doctype html><meta charset="utf-8"><script>{measure}</script>'
+        f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{escape(page.read_text())}"></iframe>'
+        '<script>onload = () => {document.body.innerHTML = "<pre></pre>"; '
+        "document.body.firstChild.textContent = JSON.stringify(found)};"
+        "document.querySelector('iframe').onload = e => {found = faults(e.target.contentDocument)}</script>"
+    )
+    drawn = _run(folder, f"--window-size={max(500, width)},900", "--dump-dom", frame.as_uri())
+    told = re.search(r"<pre>(.*)</pre>", drawn, re.DOTALL)
+    assert told is not None, drawn
+    found: list[str] = json.loads(unescape(told[1]))
+    return found
+
+
+def _scheme(dark: bool) -> str:
+    return f"--blink-settings=preferredColorScheme={0 if dark else 1}"
 
 
 def _run(folder: Path, *words: str) -> str:
