@@ -57,8 +57,10 @@ CANARY: Message = {
 
 @dataclass(frozen=True, slots=True)
 class HostConfig:
-    """start: what the child is to load (engine_child.py). rows, bytes: most that may be in it at once; rows None:
-    as many as it asks for, once it knows how many make a step."""
+    """start: what the child is to load (engine_child.py). rows, bytes: most that may be in it at once.
+
+    Where rows is None, as many as it asks for once it knows how many make a step.
+    """
 
     start: Mapping[str, Any]
     rows: int | None = None
