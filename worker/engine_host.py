@@ -432,7 +432,9 @@ class EngineHost:
     def _end(self, rid: str) -> None:
         row = self._rows.pop(rid)
         self._credits.give(len(row.line))
-        if self._quarantine.done(rid) or self._pressure.lowered:
+        # Where more rows hold credits than may be down now, others wait to be sent: memory ran out, or the
+        # engine came back with a smaller step.
+        if self._quarantine.done(rid) or len(self._rows) >= self._pressure.limit:
             self._resume()
 
     def _judge_canary(self, message: Message) -> None:

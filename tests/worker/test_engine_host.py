@@ -214,6 +214,27 @@ async def test_an_engine_gets_the_rows_of_two_steps_where_nobody_says(
     assert host.health().rows_in_flight == wanted
 
 
+async def test_rows_of_a_large_step_all_end_in_an_engine_that_comes_back_with_a_small_one() -> None:
+    start: dict[str, Any] = {"engine": "simulated", "model": "sim", "sim_max_seqs": 150, "sim_delay_ms": 500}
+    host, collected = EngineHost(HostConfig(start=start)), Collected(301)
+    try:
+        assert (await host.start()).rows == 300
+        for i in range(300):
+            await host.submit(f"r{i}", row(f"p{i}"), collected)
+        start |= {"sim_max_seqs": 64, "sim_delay_ms": 5}
+        pid = host.health().pid
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)  # which is not how memory runs out
+        await gone(pid)
+        await eventually(lambda: host.health().up and host.health().restarts == 1)
+        assert host.health().rows_limit == 128
+        await asyncio.wait_for(host.submit("r300", row("p300"), collected), 20)
+        messages = await collected.all()
+        assert {message["status"] for message in messages.values()} == {"completed"}
+    finally:
+        await host.close()
+
+
 async def test_a_child_that_is_busy_for_long_but_steps_is_no_hang(start_host: StartHost) -> None:
     host, collected = await start_host(rows=64, stall_timeout_s=1.0, sim_delay_ms=20), Collected(200)
     for i in range(200):
