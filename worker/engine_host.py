@@ -132,6 +132,7 @@ class EngineHost:
         self._figures: Mapping[str, float] = {}
         self._restarts = 0
         self._fruitful = False  # whether this life finished a row, or left one to suspect
+        self._canary_sent = False  # in this life
         self._canary_deaths = 0
         self._unexplained: deque[float] = deque(maxlen=RESTLESS_DEATHS)
         self._pressure = Pressure(rows, config.quiet_s)
@@ -246,7 +247,7 @@ class EngineHost:
         if self._child is not None:
             await self._child.close()
         self._child = child = EngineProcess(self._on_data, self._on_control)
-        self._fruitful, self._figures = False, {}
+        self._fruitful, self._canary_sent, self._figures = False, False, {}
         self._loaded = asyncio.get_running_loop().create_future()
         start = self._config.start
         log.info("loading model %s from %s", start.get("model"), start.get("model_source"))
@@ -396,8 +397,8 @@ class EngineHost:
             self._child.tell({"op": "abort", "rids": sent})
 
     def _resume(self) -> None:
-        if self._quarantine.wants_canary and self._child is not None:
-            self._child.send(encode(CANARY))
+        if self._quarantine.wants_canary:
+            self._send_canary()
             return
         # Rows that hold a credit from before a limit was lowered wait here, so that the step is no larger.
         room = self._pressure.limit - sum(row.sent for row in self._rows.values())
@@ -407,6 +408,12 @@ class EngineHost:
             if not row.sent:
                 self._send(rid)
                 room -= row.sent
+
+    def _send_canary(self) -> None:
+        """Once a life: an engine that is handed a row which it already has takes that for a fault."""
+        if self._up and self._child is not None and not self._canary_sent:
+            self._canary_sent = True
+            self._child.send(encode(CANARY))
 
     def _on_data(self, message: Message) -> None:
         self._fruitful = True

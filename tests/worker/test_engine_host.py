@@ -235,6 +235,22 @@ async def test_rows_of_a_large_step_all_end_in_an_engine_that_comes_back_with_a_
         await host.close()
 
 
+async def test_an_engine_gets_one_canary_however_many_rows_are_aborted_meanwhile(
+    start_host: StartHost, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    host = await start_host(sim_max_seqs=1, sim_delay_ms=1000, sim_log=str(log))
+    collected, never = Collected(1), Collected(1)
+    await host.submit("bad", row("<<crash>>"), collected)
+    for i in range(20):
+        await host.submit(f"r{i}", row("x"), never)
+    await eventually(lambda: host.health().up and host.health().restarts == 2)  # it has to prove itself
+    host.abort([f"r{i}" for i in range(20)])
+    messages = await collected.all(30)
+    assert messages["bad"]["error_code"] == "poison_row"
+    assert log.read_text().split() == ["canary"]
+
+
 async def test_a_child_that_is_busy_for_long_but_steps_is_no_hang(start_host: StartHost) -> None:
     host, collected = await start_host(rows=64, stall_timeout_s=1.0, sim_delay_ms=20), Collected(200)
     for i in range(200):
