@@ -36,7 +36,11 @@ class EngineConfig:
     dtype: auto, float32, bfloat16, or on a card float16; auto is bfloat16 where the hardware computes in it.
     device: auto, cpu, cuda, or cuda:N for card N; auto is the first card that will do, or else the CPU.
     quantization: int8 computes dense layers in 8-bit integers (weights by output channel, activations by
-        token) and everything else in `dtype`; None computes all in `dtype`.
+        token) and everything else in `dtype`; fp8 does so in 8-bit floats (e4m3), on a card of compute
+        capability 8.9 or more; None computes all in `dtype`.
+    kv_cache_dtype: int8 or fp8 keeps keys and values in 8 bits, with a scale for each token and head: nearly
+        twice the tokens in the same memory, half of it to read, and other tokens now and then. On a card
+        alone, fp8 from 8.9 on. None keeps them in `dtype`.
     kv_cache_gb: key-value memory in GiB; None is 1 on CPU, and on a card what weights and the largest step
         leave of it. `num_blocks` (of 16 tokens) overrides it.
     max_num_tokens: token budget of a step, prefill chunks and decodes together.
@@ -60,6 +64,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     kv_cache_gb: float | None = None
     num_blocks: int | None = None
     max_num_tokens: int | None = None
@@ -90,8 +95,11 @@ class EngineConfig:
             raise EngineError(f"device must be auto, cpu, cuda or cuda:N, not {self.device!r}.")
         if self.dtype == "float16" and self.device == "cpu":
             raise EngineError(FLOAT16_ON_CPU)
-        if self.quantization not in (None, "int8"):
-            raise EngineError(f"quantization must be int8 or left out, not {self.quantization!r}.")
+        for name in ("quantization", "kv_cache_dtype"):
+            if getattr(self, name) not in (None, "int8", "fp8"):
+                raise EngineError(f"{name} must be int8, fp8 or left out, not {getattr(self, name)!r}.")
+        if self.deterministic and self.quantization == "fp8":
+            raise EngineError("deterministic holds for int8 dense layers and not for fp8: give one up.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,7 @@ class ModelInfo:
     """What a loaded engine says about itself.
 
     fingerprint: digest of what decides the tokens (weights, config, tokenizer, dtype, quantization).
-    quantization: as in EngineConfig.
+    quantization, kv_cache_dtype: as in EngineConfig.
     context: most tokens of a row, prompt and answer. kv_tokens: tokens of key-value memory in all.
     rope_switch: see SchedulerConfig.
     generation_defaults: the model's generation_config (temperature, top_p, top_k, ...), for whoever
@@ -151,6 +159,7 @@ class ModelInfo:
     num_blocks: int
     kv_tokens: int
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     eos_token_ids: frozenset[int] = frozenset()
     rope_switch: int | None = None
     generation_defaults: Mapping[str, object] = field(default_factory=dict)

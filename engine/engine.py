@@ -434,8 +434,9 @@ def describe(model: ModelInfo, limits: SchedulerConfig) -> str:
     """The start-up line: what was loaded, and how much fits."""
     rows = limits.kv_tokens / limits.max_tokens_per_row
     numbers = f"{model.quantization} and {model.dtype}" if model.quantization else model.dtype
+    memory = f" in {model.kv_cache_dtype}" if model.kv_cache_dtype else ""
     return (
         f"{model.name} ({model.architecture}, {numbers} on {model.device}): {limits.num_blocks} blocks, "
-        f"{limits.kv_tokens} tokens of key-value memory; context {limits.context}, "
+        f"{limits.kv_tokens} tokens of key-value memory{memory}; context {limits.context}, "
         f"{min(rows, limits.max_num_seqs):.1f} rows at full context, at most {limits.max_num_seqs} at once"
     )

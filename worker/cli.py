@@ -55,7 +55,14 @@ Device = Annotated[
     str | None, _engine("--device", text="auto (a card if there is one), cpu, cuda or cuda:N.")
 ]
 Quantization = Annotated[
-    str | None, _engine("--quantization", text="int8: dense layers in 8-bit integers, for speed and memory.")
+    str | None,
+    _engine(
+        "--quantization",
+        text="int8: dense layers in 8-bit integers, for speed and memory; fp8: in 8-bit floats, on a card.",
+    ),
+]
+KvDtype = Annotated[
+    str | None, _engine("--kv-cache-dtype", text="int8 or fp8, on a card: keys and values in 8 bits.")
 ]
 KvCache = Annotated[
     float | None,
@@ -127,6 +134,7 @@ def run(
     dtype: Dtype = None,
     device: Device = None,
     quantization: Quantization = None,
+    kv_cache_dtype: KvDtype = None,
     kv_cache_gb: KvCache = None,
     context: Context = None,
     threads: Threads = None,
@@ -163,6 +171,7 @@ def run(
         dtype=dtype,
         device=device,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_gb=kv_cache_gb,
         context=context,
         threads=threads,
@@ -204,6 +213,7 @@ def worker(
     dtype: Dtype = None,
     device: Device = None,
     quantization: Quantization = None,
+    kv_cache_dtype: KvDtype = None,
     kv_cache_gb: KvCache = None,
     context: Context = None,
     threads: Threads = None,
@@ -247,6 +257,7 @@ def worker(
         dtype=dtype,
         device=device,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_gb=kv_cache_gb,
         context=context,
         threads=threads,
@@ -281,6 +292,7 @@ def models(
     dtype: Dtype = None,
     device: Device = None,
     quantization: Quantization = None,
+    kv_cache_dtype: KvDtype = None,
     kv_cache_gb: KvCache = None,
     context: Context = None,
     max_num_seqs: MaxSeqs = None,
@@ -305,6 +317,7 @@ def models(
         dtype=dtype,
         device=device,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         kv_cache_gb=kv_cache_gb,
         context=context,
         max_num_seqs=max_num_seqs,

@@ -151,6 +151,7 @@ def host_config(settings: WorkerSettings, choice: Choice | None = None) -> HostC
         "dtype": settings.dtype,
         "device": settings.device,
         "quantization": settings.quantization,
+        "kv_cache_dtype": settings.kv_cache_dtype,
         "kv_cache_gb": settings.kv_cache_gb,
         "context": settings.context,
         "threads": settings.threads,

@@ -28,6 +28,7 @@ ENGINE_SETTINGS = (
     "dtype",
     "device",
     "quantization",
+    "kv_cache_dtype",
     "kv_cache_gb",
     "max_num_seqs",
     "prefix_cache",

@@ -58,7 +58,12 @@ class WorkerSettings(ClientSettings):
     engine: Literal["native", "simulated"] = Field("native", description="simulated: load and chaos runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field("auto", description="auto takes a card where there is one")
-    quantization: Literal["int8"] | None = Field(None, description="int8: dense layers in 8-bit integers")
+    quantization: Literal["int8", "fp8"] | None = Field(
+        None, description="dense layers in 8-bit integers, or on a card in 8-bit floats"
+    )
+    kv_cache_dtype: Literal["int8", "fp8"] | None = Field(
+        None, description="on a card: keys and values in 8 bits, nearly twice the tokens in the same memory"
+    )
     kv_cache_gb: float | None = Field(
         None,
         gt=0,

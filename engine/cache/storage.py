@@ -9,6 +9,9 @@ One tensor [blocks, layers, 2, kv_heads, head_dim * 16] with 16 tokens a block, 
 - what one head of one layer holds of a block is a contiguous chunk (4 KB at head_dim 64 in float32, 2 to 4
   KB in 16 bits), which a CUDA kernel loads with one block-table lookup a tile.
 
+A memory of 8 bits has scales beside it, as kernels/cache_write.py writes them: float32 [blocks, layers, 2,
+kv_heads, 16], of which the same holds.
+
 A token's place is a slot: block * 16 + offset. This room may not know which row owns which block.
 """
 
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from pagemill.engine.config import BLOCK_SIZE
 from pagemill.kernels import cache_write
+from pagemill.kernels.eight_bits import LARGEST
 
 assert cache_write.BLOCK_SIZE == BLOCK_SIZE, "memory blocks and hash blocks are one size"
 
@@ -42,6 +46,9 @@ class KVStorage:
         self.tensor = torch.empty(
             (num_blocks, num_layers, 2, num_kv_heads, head_dim * BLOCK_SIZE), dtype=dtype, device=device
         )
+        self.scales: Tensor | None = None
+        if dtype in LARGEST:
+            self.scales = torch.empty((num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE), device=device)
         if self.tensor.device.type == "cpu":
             _ask_for_large_pages(self.tensor)
 
@@ -53,10 +60,16 @@ class KVStorage:
         """One layer of all blocks: a view [blocks, 2, kv_heads, head_dim * 16]."""
         return self.tensor[:, index]
 
+    def layer_scales(self, index: int) -> Tensor | None:
+        """Those of one layer: a view [blocks, 2, kv_heads, 16]; None in a memory of more than 8 bits."""
+        return None if self.scales is None else self.scales[:, index]
+
     def clear(self, blocks: Tensor) -> None:
         """Zeroes blocks that are about to be begun; int64 ids."""
         if blocks.numel():
             cache_write.clear_blocks(self.tensor, blocks)
+            if self.scales is not None:
+                self.scales.index_fill_(0, blocks, 0.0)
 
 
 def _ask_for_large_pages(tensor: Tensor) -> None:
@@ -75,5 +88,6 @@ def _ask_for_large_pages(tensor: Tensor) -> None:
 
 
 def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    return num_layers * 2 * num_kv_heads * head_dim * BLOCK_SIZE * dtype.itemsize
+    """Bytes of one block over all layers, its scales with it."""
+    token = head_dim * dtype.itemsize + (torch.float32.itemsize if dtype in LARGEST else 0)
+    return num_layers * 2 * num_kv_heads * token * BLOCK_SIZE

@@ -26,6 +26,8 @@ from pagemill.kernels.rope_write import rope_write
 Take = Callable[[str, tuple[int, ...]], Tensor]
 # cos and sin of a step's tokens.
 Angles = tuple[Tensor, Tensor]
+# One layer of it, and the scales of a layer of 8 bits.
+Memory = tuple[Tensor, Tensor | None]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -94,24 +96,27 @@ class Layer:
         self.down = _joined(make_dense, take, f"{name}.mlp", down, inner, spec.mlp_bias)
 
     def __call__(
-        self, residual: Tensor, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs, next_norm: Tensor
+        self, residual: Tensor, x: Tensor, angles: Angles, memory: Memory, inputs: Inputs, next_norm: Tensor
     ) -> Tensor:
         """`residual` [tokens, hidden] grows in place by what the two blocks add; x is its input norm.
 
         Returns the norm of the grown residual by `next_norm`, which is what follows this layer.
         """
         eps = self.spec.norm_eps
-        attended = self._attend(x, angles, layer, inputs)
+        attended = self._attend(x, angles, memory, inputs)
         x = _add(residual, self.output, attended, self.attended_norm, self.mlp_norm, eps)
         return _add(residual, self.down, self.gated(x), self.given_norm, next_norm, eps)
 
-    def _attend(self, x: Tensor, angles: Angles, layer: Tensor, inputs: Inputs) -> Tensor:
-        spec = self.spec
+    def _attend(self, x: Tensor, angles: Angles, memory: Memory, inputs: Inputs) -> Tensor:
+        spec, (layer, scales) = self.spec, memory
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         places = (layer, inputs.blocks, inputs.offsets)
-        query = rope_write(heads, spec.num_heads, angles, *places, norm=self.qk_norm, eps=spec.norm_eps)
+        query = rope_write(
+            heads, spec.num_heads, angles, *places, norm=self.qk_norm, eps=spec.norm_eps, scales=scales
+        )
+        cap = spec.attention_softcap
         out = paged_attention(
-            query, layer, inputs.rows, spec.scale, window=self.window, softcap=spec.attention_softcap
+            query, layer, inputs.rows, spec.scale, window=self.window, softcap=cap, scales=scales
         )
         return out.view(x.shape[0], spec.query_size)
 
@@ -139,6 +144,11 @@ class Decoder:
         self.rope = Rope(spec.rope, spec.head_dim, device)
         self.window_rope = Rope(spec.window_rope, spec.head_dim, device) if spec.window_rope else None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states, queries among them."""
+        return self.embedding.dtype
+
     def hidden(self, inputs: Inputs, storage: KVStorage) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm; writes the tokens' keys and values."""
         storage.clear(inputs.fresh_blocks)
@@ -151,7 +161,8 @@ class Decoder:
         x = rms_norm(residual, norms[0], self.spec.norm_eps)
         for i, layer in enumerate(self.layers):
             angles = all_seeing if layer.window is None else windowed
-            x = layer(residual, x, angles, storage.layer(i), inputs, norms[i + 1])
+            memory = storage.layer(i), storage.layer_scales(i)
+            x = layer(residual, x, angles, memory, inputs, norms[i + 1])
         return x
 
     def _angles(self, inputs: Inputs, dtype: torch.dtype) -> tuple[Angles, Angles]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.models.decoder import Inputs
 from pagemill.kernels.attention import paged_attention
-from pagemill.kernels.cache_write import write_kv
+from pagemill.kernels.cache_write import write_kv, write_scaled_kv
 
 # Our attention's name in transformers.
 PAGED = "pagemill"
@@ -88,7 +88,11 @@ def attend(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     if spec.value_dim < spec.head_dim:
         values = F.pad(values, (0, spec.head_dim - spec.value_dim))
-    write_kv(layer, keys, values, inputs.blocks, inputs.offsets)
+    scales = pagemill.storage.layer_scales(module.layer_idx)
+    if scales is None:
+        write_kv(layer, keys, values, inputs.blocks, inputs.offsets)
+    else:
+        write_scaled_kv(layer, scales, keys, values, inputs.blocks, inputs.offsets)
     out = paged_attention(
         query[0].transpose(0, 1),
         layer,
@@ -96,6 +100,7 @@ def attend(
         spec.head_dim**-0.5 if scaling is None else scaling,
         window=spec.windows[module.layer_idx],
         softcap=softcap,
+        scales=scales,
     )
     return out[None, :, :, : spec.value_dim], None
 

@@ -18,7 +18,7 @@ from pagemill.engine.models.spec import DecoderSpec, ModelSpec
 from pagemill.engine.request import Request, SamplingParams
 from pagemill.engine.run.card import Card
 from pagemill.engine.run.card_runner import CardRunner, put
-from pagemill.engine.run.memory import step_bytes
+from pagemill.engine.run.memory import memory_dtype, step_bytes
 from pagemill.engine.run.runner import Model
 from pagemill.engine.run.sampler import Sampler
 from pagemill.engine.sequence import Sequence, Status
@@ -71,7 +71,7 @@ def measure_steps(model: Model, dtype: torch.dtype, config: EngineConfig, card: 
     longest = min(-(-tokens // rows), model.spec.context - 1)
     # All rows over the same blocks: what they hold does not matter here.
     blocks = -(-longest // BLOCK_SIZE)
-    storage = storage_of(model.spec, blocks, dtype, card.device)
+    storage = storage_of(model.spec, blocks, memory_dtype(dtype, config), card.device)
     runner = CardRunner(
         model, storage, Sampler(frozenset(), lambda tensor: put(card, tensor)), card,
         max_rows=rows, context=longest + 1, share_prefixes=config.shared_prefix_attention,

@@ -29,8 +29,7 @@ from pagemill.engine.batch import Batch, ReadResult, StepResult
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.config import BLOCK_SIZE
 from pagemill.engine.errors import StepTooLarge
-from pagemill.engine.models.decoder import Inputs
-from pagemill.engine.models.spec import DecoderSpec
+from pagemill.engine.models.decoder import Decoder, Inputs
 from pagemill.engine.request import TokenLogprob
 from pagemill.engine.run.card import Card, Fetch
 from pagemill.engine.run.graphs import Graphs, StepPlans, plan_name
@@ -105,7 +104,7 @@ class CardRunner:
         width = -(-context // BLOCK_SIZE)
         self._slots = Slots(max_rows, width)
         self._table = _empty_table(max_rows, width, card.device)
-        self._plans = StepPlans(model.spec, storage) if isinstance(model.spec, DecoderSpec) else None
+        self._plans = StepPlans(model, storage) if isinstance(model, Decoder) else None
         self._words: list[Tensor] = [card.host_words(1) for _ in range(DEPTH + 1)]
         self._turn = 0
         self.graphs: Graphs | None = None

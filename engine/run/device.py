@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from pagemill.engine.config import FLOAT16_ON_CPU
+from pagemill.engine.config import FLOAT16_ON_CPU, EngineConfig
 from pagemill.engine.errors import EngineError
 from pagemill.engine.run.card import LEAST_CAPABILITY, Card, CardFacts, CudaCard, Look, look
+from pagemill.kernels.linear_fp8 import LEAST_CAPABILITY as FP8_CAPABILITY
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,26 @@ def resolve_dtype(name: str, card: Card | None = None) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if card is not None or _multiplies_bfloat16() else "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def check_eight_bits(config: EngineConfig, card: Card | None) -> None:
+    """Raises EngineError where the device has no kernels for the numbers of 8 bits that were asked for."""
+    asked = [
+        f"{name} {value}"
+        for name, value in (("quantization", config.quantization), ("kv_cache_dtype", config.kv_cache_dtype))
+        if value == "fp8" or (value is not None and name == "kv_cache_dtype")
+    ]
+    if asked and card is None:
+        instead = "; int8 dense layers a CPU has" if config.quantization == "fp8" else ""
+        raise EngineError(f"{' and '.join(asked)} need a CUDA card{instead}: leave it out on a CPU.")
+    if card is not None and any("fp8" in what for what in asked):
+        facts = card.facts()
+        if facts.capability < FP8_CAPABILITY:
+            found, least = (".".join(map(str, pair)) for pair in (facts.capability, FP8_CAPABILITY))
+            raise EngineError(
+                f"{facts.name} has compute capability {found} and no 8-bit floats, which need {least} (L4, "
+                "RTX 40, H100, and later): use int8."
+            )
 
 
 def _multiplies_bfloat16() -> bool:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from pagemill.engine.cache.storage import KVStorage
-from pagemill.engine.models.decoder import Inputs
-from pagemill.engine.models.spec import DecoderSpec
+from pagemill.engine.models.decoder import Decoder, Inputs
 from pagemill.engine.run.card import Card, Graph
 from pagemill.engine.run.packet import Array, Layout
 from pagemill.engine.run.runner import Model
@@ -50,13 +49,14 @@ class DoesNotFit(Exception):
 class StepPlans:
     """What attention in Triton is to do in a step: one plan for each window that layers of the model have."""
 
-    def __init__(self, spec: DecoderSpec, storage: KVStorage) -> None:
+    def __init__(self, model: Decoder, storage: KVStorage) -> None:
+        spec = model.spec
         self.windows = list(dict.fromkeys(spec.window(i) for i in range(spec.num_layers)))
         # Here and not above: builds of torch for CPU bring no Triton.
         from pagemill.kernels.attention_triton import Kind, has_wgmma
 
-        size = storage.tensor.element_size()
-        kind = Kind(spec.head_dim, size, size, has_wgmma(storage.tensor.device))
+        sizes = model.dtype.itemsize, storage.tensor.element_size()
+        kind = Kind(spec.head_dim, *sizes, has_wgmma(storage.tensor.device))
         self._shape = (spec.num_heads // spec.num_kv_heads, kind)
 
     def of(self, rows: PackedRows, most: Sizes | None = None) -> dict[int, tuple[Sizes, Array]]:

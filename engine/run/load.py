@@ -22,8 +22,8 @@ from pagemill.engine.run.available import available_memory, give_back_freed
 from pagemill.engine.run.card import Card
 from pagemill.engine.run.card_load import fit_limits, measure_steps, most_blocks, storage_of, usable_bytes
 from pagemill.engine.run.card_runner import CardRunner, put
-from pagemill.engine.run.device import CPU, choose_card, resolve_dtype
-from pagemill.engine.run.memory import MemoryPlan, plan_memory, weight_bytes, widens
+from pagemill.engine.run.device import CPU, check_eight_bits, choose_card, resolve_dtype
+from pagemill.engine.run.memory import MemoryPlan, memory_dtype, plan_memory, weight_bytes, widens
 from pagemill.engine.run.runner import ModelRunner
 from pagemill.engine.run.sampler import Sampler
 from pagemill.engine.run.trial import check_fallback
@@ -62,6 +62,7 @@ def load_model(
     """
     card = card or choose_card(config.device)
     dtype = resolve_dtype(config.dtype, card)
+    check_eight_bits(config, card)
     set_threads(config.threads)
     checkpoint = checkpoint or open_checkpoint(config.model)
     # Before the weights, so that what can never work does not wait for them.
@@ -101,7 +102,7 @@ def _on_card(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, c
     info = _info(config, checkpoint, tokenizer, memory, dtype, card.device)
     runner = CardRunner(
         model,
-        storage_of(spec, memory.num_blocks, dtype, card.device),
+        storage_of(spec, memory.num_blocks, memory_dtype(dtype, config), card.device),
         Sampler(info.eos_token_ids, lambda tensor: put(card, tensor)),
         card,
         max_rows=config.max_num_seqs or 1,
@@ -138,6 +139,7 @@ def _info(
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         context=memory.context,
         vocab_size=spec.vocab_size,
         num_blocks=memory.num_blocks,
@@ -170,6 +172,8 @@ def fingerprint(
     ]
     if config.quantization:
         facts.append(config.quantization)
+    if config.kv_cache_dtype:
+        facts.append(f"keys and values in {config.kv_cache_dtype}")
     if widens(dtype, config):
         facts.append("deterministic")
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

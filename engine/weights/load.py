@@ -30,6 +30,7 @@ from pagemill.engine.weights.safetensors import SafetensorsFiles, read_json
 from pagemill.kernels import attention_cpu
 from pagemill.kernels.choice import takes_compiled
 from pagemill.kernels.linear import InvariantLinear, Linear, MakeDense
+from pagemill.kernels.linear_fp8 import Fp8Linear
 from pagemill.kernels.linear_int8 import Int8Linear
 from pagemill.kernels.linear_invariant import FixedTileLinear
 
@@ -224,6 +225,8 @@ def load_decoder(
         make_dense = InvariantLinear if takes_compiled(torch.empty(0, device=device)) else FixedTileLinear
     if quantization == "int8":
         make_dense = Int8Linear  # exact integers: a row's own whatever is beside it
+    elif quantization == "fp8":
+        make_dense = Fp8Linear
     decoder = Decoder(spec, take, lambda name: checkpoint.name_of(name) in shapes, make_dense)
     left = sorted(name for name in shapes.keys() - taken if not _ignorable(name, checkpoint, spec))
     if left:

@@ -242,7 +242,7 @@ def test_a_file_that_cannot_be_run_fails_with_the_reason(start: Start, prompts: 
         (
             ["{file}", "-o", "out", "--quantization", "int4"],
             2,
-            '--quantization must be int8 or left out, not "int4"',
+            '--quantization must be int8, fp8 or left out, not "int4"',
         ),
         (["{file}", "-o", "out", "--set", "nonsense=1"], 2, "nonsense"),
         (["{file}", "-o", "out", "--store", "ftp://x"], 5, "ftp://"),

@@ -134,7 +134,7 @@ def test_the_fingerprint_is_that_of_what_decides_the_tokens(directory: Path) -> 
         ({"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, not 'tpu'"),
         ({"dtype": "float16", "device": "cpu"}, "float16 is not computed on CPU; use float32 or bfloat16"),
         ({"dtype": "int8"}, "dtype must be auto, float32, bfloat16 or float16, not 'int8'"),
-        ({"quantization": "int4"}, "quantization must be int8 or left out, not 'int4'"),
+        ({"quantization": "int4"}, "quantization must be int8, fp8 or left out, not 'int4'"),
         ({"kv_cache_gb": float("nan")}, "kv_cache_gb must be a number up to 1048576, not nan"),
         ({"threads": 0}, "threads must be at least 1, not 0"),
     ],
