@@ -149,7 +149,7 @@ def test_a_run_that_was_cut_off_goes_on_and_computes_no_sealed_row_again(
     start: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
     prompts, output, log = tmp_path / "in.jsonl", tmp_path / "out", tmp_path / "computed"
-    prompts.write_text("".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(400)))
+    prompts.write_text("".join(json.dumps({"prompt": f"row {i}"}) + "\n" for i in range(1500)))
     pace = {"sim_rows_per_second": 150, "sim_log": log, "seal_rows": 20, "seal_seconds": 0.2}
     words = ["run", prompts, "-o", output, "--json"]
     cut = start(*words, **pace)
@@ -163,21 +163,21 @@ def test_a_run_that_was_cut_off_goes_on_and_computes_no_sealed_row_again(
         assert "run the same command again" in err
     assert "Traceback" not in err
     sealed = sum(len(pq_rows(path)) for segments in segments_of(output) for path in segments[:-1])
-    assert 0 < sealed < 400
+    assert 0 < sealed < 1500
     ran = float((output / STATE_FOLDER / "seconds").read_text())
     code, out, err = ended(start(*words, **pace | {"sim_rows_per_second": 0}))
     document = json.loads(out)
-    assert (code, document["completed"], document["total"]) == (0, 400, 400)
+    assert (code, document["completed"], document["total"]) == (0, 1500, 1500)
     # What it says of speed is the whole job's, the time before the cut included.
     assert document["seconds"] > ran
     speed = document["completion_tokens"] / document["seconds"]
     assert document["tokens_per_second"] == pytest.approx(speed, rel=1e-3)
     assert "Going on with" in err
-    assert [row.row_index for row in rows_of(output, document["job"])] == list(range(400))
+    assert [row.row_index for row in rows_of(output, document["job"])] == list(range(1500))
     # An id in the log ends in the row's index; what comes before it is another lease's each time.
     computed = Counter(rid.rpartition("/")[2] for rid in log.read_text().split())
-    assert len(computed) == 400
-    assert sum(computed.values()) - 400 <= 400 - sealed
+    assert len(computed) == 1500
+    assert sum(computed.values()) - 1500 <= 1500 - sealed
 
 
 def segments_of(output: Path) -> list[list[Path]]:
