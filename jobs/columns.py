@@ -80,8 +80,8 @@ class Columns:
         fields = [name for name in names if not name.startswith(_INDEX)]
         if not any(name in fields for name in ASKING):
             raise UsageError(
-                f"The table has no column `prompt` or `messages` but {_listed(names)}; name the prompts' one "
-                "with prompt_column (--prompt-column), or give a template."
+                f"The table has no column `prompt` or `messages` but {_listed(fields)}; name the prompts' "
+                "one with prompt_column (--prompt-column), or give a template."
             )
         unknown = [name for name in fields if name not in FIELDS and name != self.id]
         if unknown:

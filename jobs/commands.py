@@ -276,7 +276,8 @@ def cancel(
 
     state, accepted = run_async(work())
     if not accepted:
-        raise JobConflict(f"Job {job} is {state}, and is not cancelled any more.")
+        ended = "is ending" if state == "finalizing" else f"has ended ({state})"
+        raise JobConflict(f"Job {job} {ended}: there is nothing left to cancel.")
     if as_json:
         render.print_json({"job": job, "state": state})
     elif state == "cancelled":

@@ -52,7 +52,8 @@ def rows_of_csv(
 
 
 def _ragged(cells: int, columns: int) -> str:
-    return f"the record has {cells} cells, and the header {columns}: quote cells that hold separators"
+    found = "1 cell" if cells == 1 else f"{cells} cells"
+    return f"the record has {found}, and the header {columns}: quote cells that hold separators"
 
 
 def _records(reader: Any, name: str) -> Iterator[list[str] | str]:

@@ -108,10 +108,10 @@ def sweep(storage: Storage, job: str) -> None:
     storage.delete([layout.hint(manifest["model"], job)])
 
 
-def stopped_row(row: Row, reason: str, model: str, attempt: int = 0) -> ResultRow:
+def stopped_row(row: Row, reason: str, model: str) -> ResultRow:
     """What a row becomes that its job's stop left unfinished. reason: cancelled, expired or failed."""
     code, message = STOPPED[reason]
-    return ResultRow.error_row(row, code, message, attempt=attempt, model=model)
+    return ResultRow.error_row(row, code, message, model=model)
 
 
 def commit_stopped(
@@ -121,7 +121,6 @@ def commit_stopped(
     reason: str,
     *,
     fence: str = FENCE,
-    attempt: int = 0,
     segments: Iterable[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Commits a shard of a stopped job: its sealed rows, and an error row for each other one.
@@ -139,7 +138,7 @@ def commit_stopped(
         shard_entry,
         fence=fence,
         segments=sealed.segments,
-        rows=(stopped_row(row, reason, spec.model, attempt) for row in left),
+        rows=(stopped_row(row, reason, spec.model) for row in left),
         expected_row_indexes={row.row_index for row in rows},
     )
 

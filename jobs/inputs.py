@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 from pagemill.jobs.columns import Columns
 from pagemill.jobs.csv_rows import DELIMITERS, rows_of_csv
 from pagemill.jobs.errors import ObjectNotFound, UsageError
+from pagemill.jobs.request import UNREADABLE
 from pagemill.jobs.storage import StorageOptions, open_storage
 from pagemill.jobs.tables import is_table, rows_of_parquet, rows_of_table
 
@@ -127,24 +128,36 @@ def _from_rows(prompts: Any, name: str | None, columns: Columns) -> Source:
             lambda: _packed(_lines(iter(prompts), columns), columns.chat),
             again=isinstance(prompts, list | tuple),
         )
-    raise UsageError(f"Cannot take prompts from a {type(prompts).__name__}; give a path, a URI or rows.")
+    raise UsageError(f"Cannot take prompts from {_kind(prompts)}; give a path, a URI or rows.")
 
 
 def _lines(rows: Iterator[Any], columns: Columns) -> Iterator[Any]:
     """Dicts as rows of a table where columns are named; else the rows themselves."""
     if not columns.named:
         return rows
-    line = columns.liner()
-    return (line(_cells(row, index, columns)) for index, row in enumerate(rows))
+    line, nothing = columns.liner(), dict.fromkeys(columns.asked())
+    wanted = "with prompt_column, template or id_column each is a dict"
+    return (
+        line({**nothing, **row}) if isinstance(row, Mapping) else _no_row(row, index, wanted)
+        for index, row in enumerate(rows)
+    )
 
 
-def _cells(row: Any, index: int, columns: Columns) -> Mapping[str, Any]:
-    if not isinstance(row, Mapping):
-        raise UsageError(
-            f"Item {index} is a {type(row).__name__}; with prompt_column, template or id_column, each "
-            "must be a dict."
-        )
-    return {**dict.fromkeys(columns.asked()), **row}
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _no_row(value: object, index: int, wanted: str) -> dict[str, str]:
+    """The line of what cannot be a row, which says so where it is read."""
+    return _unreadable(f"the row is {_kind(value)}: {wanted}", index)
+
+
+def _unreadable(why: str, index: int) -> dict[str, str]:
+    """Raises UsageError for the very first row: where that is none, the call was meant otherwise."""
+    if index == 0:
+        raise UsageError(f"Of the first item: {why}.")
+    return {UNREADABLE: why}
 
 
 Opener = Callable[[], AbstractContextManager[Any]]
@@ -307,15 +320,14 @@ def _packed(rows: Iterator[Any], chat: bool = False) -> Iterator[bytes]:
 def row_line(row: Any, index: int, chat: bool = False) -> bytes:
     """One row as one JSON line; chat: text is a user's message.
 
-    Lone surrogates and NaN pass: they are the row's fault, and the plan says so.
+    Lone surrogates and NaN pass, and what is no row becomes a line that says so: all of them are the row's
+    fault, and the plan says so.
     """
     try:
-        return (
-            json.dumps(_as_object(row, index, chat), ensure_ascii=False).encode("utf-8", "surrogatepass")
-            + b"\n"
-        )
+        text = json.dumps(_as_object(row, index, chat), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"Item {index} cannot be written as JSON: {error}.") from error
+        text = json.dumps(_unreadable(f"the row cannot be written as JSON: {error}", index))
+    return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
 def _as_object(row: Any, index: int, chat: bool) -> Mapping[str, Any]:
@@ -327,6 +339,4 @@ def _as_object(row: Any, index: int, chat: bool) -> Mapping[str, Any]:
         if row and all(isinstance(item, int) and not isinstance(item, bool) for item in row):
             return {"prompt": list(row)}
         return {"messages": list(row)}
-    raise UsageError(
-        f"Item {index} is a {type(row).__name__}; a row is text, token ids, messages, or a dict."
-    )
+    return _no_row(row, index, "give text, token ids, messages, or a dict")

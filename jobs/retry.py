@@ -50,9 +50,22 @@ def failed_rows(storage: Storage, job: str, codes: Collection[str]) -> Iterator[
     if not manifest["total"] and manifest["state"] != "completed":
         raise UsageError(_without_rows(storage, job, manifest))
     if not set(codes) & manifest["errors"].keys():
-        what = ", ".join(f"{code} {count:,}" for code, count in manifest["errors"].items())
-        raise UsageError(f"Job {job} has no failed rows to retry{f' (it has {what})' if what else ''}.")
+        raise UsageError(_nothing_to_retry(job, manifest["errors"]))
     return _lines(storage, job, manifest, frozenset(codes))
+
+
+def _nothing_to_retry(job: str, errors: Mapping[str, int]) -> str:
+    """Why no row of an ended job is to be run again, and what to do with those that failed."""
+    if not errors:
+        return f"Job {job} has no failed rows."
+    what = ", ".join(f"{code} {count:,}" for code, count in errors.items())
+    asked = sorted(errors.keys() & CHOOSABLE)
+    advice = "mend their lines and submit those"
+    if asked:
+        advice = f"to run {' and '.join(asked)} again all the same, say so (--code {asked[0]})"
+        if len(asked) < len(errors):
+            advice += "; mend the other lines and submit those"
+    return f"Of job {job} no failed row ends otherwise when it runs again ({what}): {advice}."
 
 
 def _without_rows(storage: Storage, job: str, manifest: Mapping[str, Any]) -> str:

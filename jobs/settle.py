@@ -149,7 +149,6 @@ def stopped_work(
     shard: int,
     reason: StopReason,
     fence: str,
-    attempt: int,
     segments: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Blocks; the commit record of a shard as its sealed rows and, for all others, error rows."""
@@ -162,7 +161,6 @@ def stopped_work(
         _entry(storage, job, shard),
         reason,
         fence=fence,
-        attempt=attempt,
         segments=segments,
     )
 
@@ -194,13 +192,7 @@ async def _stopped_shard(state: State, storage: Storage, lease: Lease) -> dict[s
     if reason is None:
         raise ValueError(f"{lease.task} of {job} runs: it needs an engine")
     segments = await state.segments(job, shard)
-    return {
-        "shard": shard,
-        "reason": reason,
-        "fence": lease.fence,
-        "attempt": lease.attempt,
-        "segments": segments,
-    }
+    return {"shard": shard, "reason": reason, "fence": lease.fence, "segments": segments}
 
 
 def _entry(storage: Storage, job: str, shard: int) -> dict[str, Any]:

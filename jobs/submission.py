@@ -100,7 +100,12 @@ def same_job(known: JobSpec, asked: JobSpec) -> None:
     if (known.input.size, known.input.sha256) != (asked.input.size, asked.input.sha256):
         differs.insert(0, "input")
     what = " and ".join(differs) or "limits"
-    raise OtherJob(f"Job {known.job} exists already with other {what}; choose another id.", what)
+    raise OtherJob(f"Job {known.job} exists already with other {what}; choose another {_name(asked)}.", what)
+
+
+def _name(asked: JobSpec) -> str:
+    """What whoever submitted it called the job by."""
+    return "id" if asked.idempotency_key is None else "idempotency key"
 
 
 def _known(storage: Storage, job: str) -> JobSpec | None:

@@ -84,7 +84,7 @@ class Aside:
         else:
             await stop_job(shop.state, shop.storage, lease.job, "failed", **failure)
         if work == "commit":
-            work, args = "shard", {**args, "reason": "failed", "attempt": lease.attempt}
+            work, args = "shard", {**args, "reason": "failed"}
         if work == "shard":
             args = {**args, "segments": []}
         return await asyncio.to_thread(WORKS[work], shop.storage, **args)

@@ -358,9 +358,7 @@ class ShardRun:
         rows = list(self._finished)
         if self._left:
             assert guard.stop is not None
-            rows += [
-                stopped_row(row, guard.stop, self._spec.model, lease.attempt) for row in self._left.values()
-            ]
+            rows += [stopped_row(row, guard.stop, self._spec.model) for row in self._left.values()]
         guard.check()
         if self._isolated and not self._left:
             return await self._commit_aside()

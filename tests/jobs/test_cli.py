@@ -173,7 +173,7 @@ def test_cancel_works_with_no_worker_and_is_harmless_to_repeat(
     finish(redis_url, store, model)
     refused = run("cancel", done)
     assert refused.code == 4
-    assert "is completed" in refused.err
+    assert "has ended (completed): there is nothing left to cancel" in refused.err
 
     async def alive() -> None:
         async with Client(redis_url, str(store)) as client:

@@ -159,6 +159,22 @@ async def test_rows_are_streamed_into_the_store(client: Client, model: str) -> N
     assert spec["input"]["size"] == sum(sizes)
 
 
+async def test_an_item_that_is_no_row_is_a_row_s_fault_and_ends_nothing(client: Client, model: str) -> None:
+    """The millionth item of a generator must not end what was sent before it."""
+    items = ["one", 7, None, {"prompt": object()}, {"prompt": "two"}]
+    job = await client.submit((item for item in items), model=model)
+    await finish(client, model)
+    rows = await job.results().list()
+    assert [row.error_code for row in rows] == [None, *["invalid_request"] * 3, None]
+    assert rows[1].error_message == ("line 2: the row is an int: give text, token ids, messages, or a dict")
+    assert str(rows[3].error_message).startswith("line 4: the row cannot be written as JSON: Object of type")
+    named = await client.submit([{"q": "one"}, "two"], model=model, prompt_column="q")
+    await finish(client, model)
+    rows = await named.results().list()
+    assert rows[0].status == "completed"
+    assert "with prompt_column, template or id_column each is a dict" in str(rows[1].error_message)
+
+
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
@@ -169,10 +185,11 @@ async def test_rows_are_streamed_into_the_store(client: Client, model: str) -> N
         ("table.xlsx", "spreadsheet"),
         ({"prompt": "x"}, "in a list"),
         (io.StringIO("x"), "mode 'rb'"),
-        ([None], "Item 0 is a NoneType"),
-        (["a", {"prompt": object()}], "Item 1 cannot be written as JSON"),
+        ([None], "Of the first item: the row is a NoneType: give text, token ids, messages, or a dict"),
+        ([7, "a"], "Of the first item: the row is an int"),
+        ([{"prompt": object()}], "Of the first item: the row cannot be written as JSON"),
         ([b"{}\n", "x"], "mixes bytes"),
-        (7, "Cannot take prompts from a int"),
+        (7, "Cannot take prompts from an int"),
         ("s3://bucket", "names no object"),
     ],
 )
@@ -258,6 +275,9 @@ async def test_something_else_under_an_id_is_a_conflict_and_harms_nothing(
         await client.submit(**given | change)
     after = {key: client.storage.get(layout.root(job.id) + key) for key in objects(client, job.id)}
     assert before == after
+    await client.submit(["a"], model=model, idempotency_key=job.id)
+    with pytest.raises(JobConflict, match="choose another idempotency key"):
+        await client.submit(["b"], model=model, idempotency_key=job.id)
     await finish(client, model)
     assert (await job.wait()).completed == 2
 

@@ -53,7 +53,7 @@ def test_a_csv_file_from_submission_to_openai_s_status(call: Call, redis_url: st
     assert (done.status, done.request_counts.failed) == ("completed", 1)
     lines = call("results", job)[1].splitlines()
     assert lines[:2] == ["0\tk1\tcompleted\tanswer to Say one", "1\tk2\tcompleted\tanswer to Say two, three"]
-    assert "1 cells, and the header 2" in lines[2]
+    assert "1 cell, and the header 2" in lines[2]
     assert json.loads(call("status", job, "--format", "json")[1]) == json.loads(
         call("status", job, "--json")[1]
     )

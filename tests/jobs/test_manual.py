@@ -72,7 +72,7 @@ def example(
 
 
 def test_the_manual_has_these_examples() -> None:
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize("example", ["Name a river"], indirect=True)
@@ -118,6 +118,32 @@ def test_a_web_application(example: str) -> None:
     missing = web.get("/jobs/never")
     assert missing.status_code == 404
     assert "no job never" in missing.json["error"]
+    names["client"].close()
+
+
+@pytest.mark.parametrize("example", ["django"], indirect=True)
+def test_views_of_django(example: str) -> None:
+    import django
+    from django.conf import settings
+    from django.test import Client as Browser
+    from django.urls import path
+
+    names = run(example)
+    urls = types.ModuleType("urls")
+    urls.__dict__["urlpatterns"] = [path("jobs", names["submit"]), path("jobs/<job>", names["progress"])]
+    settings.configure(
+        ROOT_URLCONF=urls, ALLOWED_HOSTS=["testserver"], SECRET_KEY="for a test", MIDDLEWARE=[]
+    )
+    django.setup(set_prefix=False)
+    web, headers = Browser(), {"Idempotency-Key": unique("key")}
+    sent = {"prompts": ["a", "b"]}
+    made = [web.post("/jobs", sent, "application/json", headers=headers).json() for _ in range(2)]
+    assert made[0] == made[1]
+    names["client"].wait(made[0]["job"])
+    assert web.get(f"/jobs/{made[0]['job']}").json() == {"state": "completed", "done": 2, "of": 2}
+    missing = web.get("/jobs/never")
+    assert (missing.status_code, "no job never" in missing.json()["error"]) == (404, True)
+    assert web.get("/jobs").status_code == 405
     names["client"].close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -87,6 +88,18 @@ def test_a_job_that_is_not_there_is_said_to_be_unknown(redis_url: str, tmp_path:
     words, env = command(kind, "job-never", redis_url, tmp_path)
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
     assert "no such job" in done.stdout
+    assert done.returncode == 3
+
+
+@pytest.mark.parametrize("kind", ["sh", "js"])
+def test_a_redis_that_is_not_there_is_another_end_than_an_unknown_job(tmp_path: Path, kind: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        words, env = command(kind, "job-never", f"redis://127.0.0.1:{taken.getsockname()[1]}/1", tmp_path)
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no such job" not in done.stdout
+    assert done.stderr
 
 
 async def test_the_public_commands_of_the_manual(client: Client, redis_url: str, tmp_path: Path) -> None:

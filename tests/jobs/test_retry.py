@@ -91,7 +91,7 @@ async def test_what_cannot_be_retried_is_said(client: Client) -> None:
     with pytest.raises(JobConflict, match="has not ended"):
         await client.retry_failed(job)
     await work(await client.state(), client.storage, model)
-    with pytest.raises(UsageError, match=r"no failed rows to retry \(it has unsupported_parameter 1\)"):
+    with pytest.raises(UsageError, match=r"\(unsupported_parameter 1\): mend their lines and submit those"):
         await client.retry_failed(job)
     with pytest.raises(UsageError, match="fails again: mend its line"):
         await client.retry_failed(job, codes=["unsupported_parameter"])

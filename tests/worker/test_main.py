@@ -112,6 +112,7 @@ async def test_cancelling_keeps_what_is_finished(place: Place) -> None:
     assert len(finished) > 15
     assert finished <= set(place.computed())
     assert {row.error_code for row in rows if row.status == "failed"} == {"batch_cancelled"}
+    assert {row.attempt for row in rows if row.status == "failed"} == {0}, "they never ran"
 
 
 async def test_a_deadline_ends_the_job_by_itself(place: Place) -> None:
