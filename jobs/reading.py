@@ -58,7 +58,7 @@ class Results:
         return iter_batches(self.storage, self.job, partial=self.partial)
 
     def table(self) -> pa.Table:
-        """All rows as one Arrow table; `.to_pandas()` and polars.from_arrow go on from there."""
+        """All rows as one Arrow table, from which polars.from_arrow goes on; for pandas see `pandas`."""
         import pyarrow as pa
 
         from pagemill.jobs.result import SCHEMA
@@ -78,10 +78,18 @@ class Results:
         return self.reader().__arrow_c_stream__(requested_schema)
 
     def pandas(self) -> Any:
-        """All rows as a pandas DataFrame; UsageError where pandas is not installed."""
+        """All rows as a pandas DataFrame; UsageError where pandas is not installed.
+
+        Columns of whole numbers are `Int64`, whatever they hold. Of one with a null (the seed of a line that
+        could not be read) `table().to_pandas()` would make floats, in which seeds above 2**53 are others.
+        """
         if find_spec("pandas") is None:
             raise UsageError("This needs pandas: pip install pandas, or take table().")
-        return self.table().to_pandas()
+        import pandas
+        import pyarrow as pa
+
+        whole = pandas.Int64Dtype()
+        return self.table().to_pandas(types_mapper=lambda kind: whole if pa.types.is_integer(kind) else None)
 
     def dicts(self) -> Iterator[dict[str, Any]]:
         """Rows as dicts of plain values without what is null, as `--format jsonl` has them."""

@@ -1,0 +1,49 @@
+"""Results as Python wants them: frames, and files."""
+
+from __future__ import annotations
+
+import io
+
+import pandas
+import pyarrow as pa
+from stored_job import commit, plan_job, prompts, results, store_job
+
+from pagemill.jobs.finalize import finalize
+from pagemill.jobs.reading import Results
+from pagemill.jobs.storage import Storage
+
+SEED = 3560768571718309866
+"""No float64: the nearest one is 22 more."""
+
+
+def ended(storage: Storage, bad: list[int], finished_at: float | None = None) -> Results:
+    """A job of six rows that has ended, whose good rows have the seed; lines that are bad have none."""
+    spec = store_job(storage, prompts(6, bad))
+    plan = plan_job(storage, spec)
+    for entry in plan["shards"]:
+        rows = results(storage, entry)
+        for row in rows:
+            row.seed, row.finished_at = SEED, finished_at
+        commit(storage, spec, entry, rows=rows)
+    finalize(storage, spec, plan)
+    return Results(storage, spec.job)
+
+
+def test_a_frame_holds_seeds_exactly_beside_a_row_that_has_none(local_storage: Storage) -> None:
+    frame = ended(local_storage, bad=[2]).pandas()
+    assert [int(seed) for seed in frame["seed"].dropna()] == [SEED] * 5
+    assert list(frame["seed"].isna()) == [False, False, True, False, False, False]
+    written = io.StringIO()
+    frame.to_csv(written, index=False)
+    again = pandas.read_csv(io.StringIO(written.getvalue()), dtype=str)
+    assert list(again["seed"].dropna()) == [str(SEED)] * 5
+
+
+def test_a_frame_s_types_do_not_depend_on_what_it_holds(local_storage: Storage) -> None:
+    whole, broken, empty = (ended(local_storage, bad).pandas() for bad in ([], [2], list(range(6))))
+    assert dict(whole.dtypes) == dict(broken.dtypes)
+    table = ended(local_storage, bad=[]).table()
+    for field in table.schema:
+        if pa.types.is_integer(field.type):
+            for frame in (whole, broken, empty):
+                assert str(frame.dtypes[field.name]) == "Int64", field.name
