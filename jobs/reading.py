@@ -104,10 +104,12 @@ class Results:
         return to_jsonl(self, output)
 
     def write_openai(self, output: BinaryIO, errors: BinaryIO) -> tuple[int, int]:
-        """OpenAI's batch output and error files; returns the number of lines in each."""
-        from pagemill.jobs.results import to_openai
+        """OpenAI's batch output and error files; returns the number of lines in each. Of an ended job they
+        are the same bytes every time: a response's `created` is when its row had finished."""
+        from pagemill.jobs.results import ended_at, to_openai
 
-        return to_openai(self, output, errors)
+        rows = iter(self)  # a job that has not ended is refused before anything else is read of it
+        return to_openai(rows, output, errors, created=ended_at(self.storage, self.job))
 
 
 class AsyncResults:

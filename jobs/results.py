@@ -8,7 +8,6 @@ Redis: results are read from the store, and outlive the state.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -57,18 +56,19 @@ def to_jsonl(rows: Iterable[ResultRow], output: BinaryIO) -> int:
 
 
 def to_openai(
-    rows: Iterable[ResultRow], output: BinaryIO, errors: BinaryIO, *, created: int | None = None
+    rows: Iterable[ResultRow], output: BinaryIO, errors: BinaryIO, *, created: int
 ) -> tuple[int, int]:
     """OpenAI's batch output and error files; returns the number of lines in each.
 
-    created: what each response says of when it was made, in seconds since 1970; by default now.
+    A response was created when its row had finished. created: said of rows that do not know when, those of
+    parts of version 1; in seconds since 1970.
     """
-    created = int(time.time()) if created is None else created
     done = failed = 0
     for row in rows:
         if row.status == "completed":
             done += 1
-            _write_line(output, output_line(row, created))
+            at = created if row.finished_at is None else int(row.finished_at)
+            _write_line(output, output_line(row, at))
         else:
             failed += 1
             _write_line(errors, error_line(row))
@@ -95,6 +95,14 @@ def _parts(storage: Storage, job: str, partial: bool) -> list[dict[str, Any]]:
     for part in parts:
         if part["schema_version"] > SCHEMA_VERSION:
             raise StorageError(f"{part['key']} was written by a newer Pagemill: upgrade this one.")
+def ended_at(storage: Storage, job: str) -> int:
+    """When the job ended, in whole seconds since 1970; of one that has not, when it was submitted."""
+    found = read_json(storage, layout.manifest(job)) or read_json(storage, layout.job(job))
+    if found is None:
+        raise JobNotFound(f"Job {job} is no longer in {storage.url}.")
+    return int(found.get("finished_at") or found["created_at"])
+
+
     return parts
 
 

@@ -152,7 +152,7 @@ def test_log_probabilities_have_their_shapes() -> None:
                                "logprobs": json.dumps(told)} for i in (0, 1)]),
     ]  # fmt: skip
     output = io.BytesIO()
-    to_openai(rows, output, io.BytesIO())
+    to_openai(rows, output, io.BytesIO(), created=0)
     bodies = [json.loads(line)["response"]["body"] for line in output.getvalue().splitlines()]
     chat, several = (ChatCompletion.model_validate(bodies[i], strict=True) for i in (0, 2))
     for choice in [*chat.choices, *several.choices]:

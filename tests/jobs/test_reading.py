@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pandas
 import pyarrow as pa
 from stored_job import commit, plan_job, prompts, results, store_job
 
+from pagemill.jobs import layout
 from pagemill.jobs.finalize import finalize
 from pagemill.jobs.reading import Results
-from pagemill.jobs.storage import Storage
+from pagemill.jobs.storage import Storage, encode_json, read_json
 
 SEED = 3560768571718309866
 """No float64: the nearest one is 22 more."""
@@ -47,3 +49,31 @@ def test_a_frame_s_types_do_not_depend_on_what_it_holds(local_storage: Storage) 
         if pa.types.is_integer(field.type):
             for frame in (whole, broken, empty):
                 assert str(frame.dtypes[field.name]) == "Int64", field.name
+
+
+def created(results: Results) -> set[int]:
+    output = io.BytesIO()
+    results.write_openai(output, io.BytesIO())
+    return {json.loads(line)["response"]["body"]["created"] for line in output.getvalue().splitlines()}
+
+
+def test_an_answer_was_created_when_its_row_had_finished(local_storage: Storage) -> None:
+    assert created(ended(local_storage, bad=[2], finished_at=1764504000.75)) == {1764504000}
+
+
+def test_an_answer_that_does_not_know_when_was_created_when_its_job_ended(local_storage: Storage) -> None:
+    results = ended(local_storage, bad=[2])
+    key = layout.manifest(results.job)
+    manifest = read_json(local_storage, key)
+    assert manifest is not None
+    local_storage.put(key, encode_json(manifest | {"finished_at": 1764504007.5}))
+    assert created(results) == {1764504007}
+
+
+def test_an_answer_of_a_running_job_that_does_not_know_when_was_created_with_the_job(
+    local_storage: Storage,
+) -> None:
+    spec = store_job(local_storage, prompts(3))
+    for entry in plan_job(local_storage, spec)["shards"]:
+        commit(local_storage, spec, entry)
+    assert created(Results(local_storage, spec.job, partial=True)) == {int(spec.created_at)}

@@ -172,9 +172,10 @@ def test_openai_files_have_openai_s_shapes() -> None:
     rows = [
         done(0, "hello", completion_tokens=4, cached_tokens=2, metadata='{"k":1}'),
         failed(1, "batch_expired"),
-        done(2, "raw", kind="completion", finish_reason="length", logprobs=json.dumps(LOGPROBS)),
+        done(2, "raw", kind="completion", finish_reason="length", logprobs=json.dumps(LOGPROBS),
+             finished_at=1699999990.75),
         done(3, "a", choices=[{"index": i, "text": "ab"[i], "finish_reason": "stop"} for i in (0, 1)]),
-    ]
+    ]  # fmt: skip
     assert to_openai(rows, output, errors, created=1700000000) == (3, 1)
     chat, completion, several = lines(output)
     assert (chat["custom_id"], chat["error"], chat["response"]["status_code"]) == ("row-0", None, 200)
@@ -201,7 +202,7 @@ def test_openai_files_have_openai_s_shapes() -> None:
         "metadata": {"k": 1},
     }
     body = completion["response"]["body"]
-    assert body["object"] == "text_completion"
+    assert (body["object"], body["created"]) == ("text_completion", 1699999990)
     assert body["choices"] == [{"index": 0, "text": "raw", "logprobs": TOLD, "finish_reason": "length"}]
     contents = [choice["message"]["content"] for choice in several["response"]["body"]["choices"]]
     assert contents == ["a", "b"]
