@@ -165,7 +165,7 @@ class SyncClient:
 
     def results(self, job: AnyJob, *, partial: bool = False) -> Results:
         """The job's rows in input order: iterate, or `.dicts()`, `.list()`, `.table()` (Arrow), `.batches()`,
-        `.reader()`, `.pandas()`; see `Client.results`."""
+        `.reader()`, `.pandas()`, `.write("answers.csv")`; see `Client.results`."""
         return self._client.results(job, partial=partial).sync
 
     def _running(self) -> tuple[Client, Loop]:
