@@ -310,7 +310,14 @@ BAD: list[tuple[str, list[str], int, str]] = [
     ("an id that is none, read", ["results", "a b"], 2, "not a job id"),
     ("a state that is none", ["list", "--state", "happy"], 2, "happy is no state"),
     ("a limit of nothing", ["list", "-n", "0"], 2, "--limit"),
-    ("a format that is none", ["results", "job-none", "--format", "xml"], 2, "--format"),
+    ("a format that is none", ["results", "job-none", "--format", "xml"], 2,
+     "'--format' / '-f': 'xml' is not one of 'table', 'jsonl', 'csv', 'parquet', 'openai'; see"),
+    ("a format of a status that is none", ["status", "job-none", "--format", "xml"], 2,
+     "'--format' / '-f': 'xml' is not one of 'text', 'json', 'openai'; see"),
+    ("a table in a file", ["results", "job-none", "--output", "t"], 2, "csv, parquet, jsonl or openai"),
+    ("Parquet without a file", ["results", "job-none", "--format", "parquet"], 2, "needs --output FILE"),
+    ("Parquet to standard output", ["results", "job-none", "--format", "parquet", "-o", "-"], 2, "--output"),
+    ("two formats", ["results", "job-none", "--json", "--format", "csv"], 2, "does not go with csv"),
     ("errors without their format", ["results", "job-none", "--errors", "e"], 2, "--errors"),
     ("Redis down", ["list", "--redis-url", DOWN], 6, "127.0.0.1:1"),
     ("Redis down, submitting", ["submit", "{file}", "-m", "m", "--redis-url", DOWN], 6, "127.0.0.1:1"),
@@ -333,6 +340,7 @@ def test_bad_input_is_one_sentence(
     assert len(done.err.splitlines()) == 1, done.err
     assert said in done.err
     assert "Traceback" not in done.err
+    assert "Value error" not in done.err
     assert done.out == ""
 
 
