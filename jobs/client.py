@@ -295,7 +295,8 @@ class Client:
 
     def results(self, job: AnyJob, *, partial: bool = False) -> AsyncResults:
         """The job's rows in input order: `async for row in …`, `async for … in ….dicts()`, `….batches()`
-        (Arrow record batches), or whole: `await ….list()`, `.table()` (Arrow), `.pandas()`.
+        (Arrow record batches), or whole: `await ….list()`, `.table()` (Arrow), `.pandas()`, or as one file:
+        `await ….write("answers.csv")`.
 
         Read from the store, so also long after Redis has forgotten the job. partial: the committed parts of a
         job that still runs; without it reading one raises JobConflict.

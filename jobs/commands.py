@@ -36,6 +36,7 @@ from pagemill.jobs.recent import RecentErrors
 from pagemill.jobs.spec import new_job_id
 from pagemill.jobs.status import JobStatus
 from pagemill.jobs.terms import chosen_id
+from pagemill.jobs.wrong_value import VALIDATOR
 
 T = TypeVar("T")
 COMMANDS = "pagemill.commands"
@@ -127,7 +128,8 @@ def _as_ours(error: BaseException) -> BaseException:
         return error
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "pagemill"
-    return UsageError(f"{str(say()).rstrip('.')}; see {path} --help.")
+    said = str(say()).replace(f": {VALIDATOR}", ": ", 1)
+    return UsageError(f"{said.rstrip('.')}; see {path} --help.")
 
 
 @app.callback(invoke_without_command=True)

@@ -23,6 +23,8 @@ class Format(StrEnum):
 
     table = "table"
     jsonl = "jsonl"
+    csv = "csv"
+    parquet = "parquet"
     openai = "openai"
 
 
@@ -30,10 +32,14 @@ class Format(StrEnum):
 def results(
     job: options.JobId,
     format: Annotated[
-        Format, typer.Option("--format", "-f", help="A line a row for people, or JSONL.")
+        Format,
+        typer.Option(
+            "--format", "-f", help="A line a row for people; one file of all rows; OpenAI's two files."
+        ),
     ] = Format.table,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write there instead.", show_default=False)
+        Path | None,
+        typer.Option("--output", "-o", help="Write there instead; parquet needs it.", show_default=False),
     ] = None,
     errors: Annotated[
         Path | None,
@@ -56,15 +62,19 @@ def results(
 
     if errors is not None and format is not Format.openai:
         raise UsageError("--errors goes with --format openai.")
-    if as_json and format is Format.openai:
-        raise UsageError("--json is --format jsonl, and does not go with openai.")
+    if as_json and format not in (Format.table, Format.jsonl):
+        raise UsageError(f"--json is --format jsonl, and does not go with {format}.")
     client = options.client(redis_url, store, s3_endpoint, s3_region)
     rows = client.results(job, partial=partial).sync
     try:
         if format is Format.openai:
             export.export_openai(rows, output, errors)
         elif as_json or format is Format.jsonl:
-            export.export_jsonl(rows, output)
+            export.export_rows(rows.write_jsonl, output)
+        elif format is Format.csv:
+            export.export_rows(rows.write_csv, output)
+        elif format is Format.parquet:
+            export.export_parquet(rows, output)
         else:
             export.export_table(rows, output)
     except JobNotFound as error:

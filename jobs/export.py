@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
@@ -21,17 +21,26 @@ from pagemill.jobs.reading import Results
 def export_table(results: Results, output: Path | None) -> None:
     """A line a row, for people."""
     if output is not None:
-        raise UsageError("--output takes --format jsonl or openai; a table is for reading here.")
+        raise UsageError(
+            "--output takes --format csv, parquet, jsonl or openai; a table is for reading here."
+        )
     if not render.print_results(results):
         render.say("No rows.")
 
 
-def export_jsonl(results: Results, output: Path | None) -> None:
-    """Every row as one JSON object a line."""
+def export_rows(write: Callable[[BinaryIO], int], output: Path | None) -> None:
+    """Every row by one of `Results`' writers, into a file or to standard output."""
     with _opened(output) as file:
-        count = results.write_jsonl(file)
+        count = write(file)
     if output is not None:
         render.say(f"{count:,} rows in {output}")
+
+
+def export_parquet(results: Results, output: Path | None) -> None:
+    """All rows as one Parquet file, which is no text for standard output."""
+    if output is None or str(output) == "-":
+        raise UsageError("--format parquet needs --output FILE.")
+    export_rows(results.write_parquet, output)
 
 
 def export_openai(results: Results, output: Path | None, errors: Path | None) -> None:

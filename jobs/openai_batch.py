@@ -10,6 +10,7 @@ import json
 from itertools import islice
 from typing import Any, Final
 
+from pagemill.jobs import layout
 from pagemill.jobs.errors import PlanRefused, StorageError
 from pagemill.jobs.lines import read_lines
 from pagemill.jobs.request import URLS, parse_row
@@ -17,7 +18,7 @@ from pagemill.jobs.result import ResultRow
 from pagemill.jobs.row import Row
 from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.status import JobStatus
-from pagemill.jobs.storage import Storage
+from pagemill.jobs.storage import Storage, read_json
 from pagemill.jobs.submission import read_spec
 
 # OpenAI's names for what a request was, by the kind of row.
@@ -29,7 +30,12 @@ _NO_DEADLINE: Final = "unlimited"
 LOOK_AT: Final = 100
 
 
-def batch_document(status: JobStatus, spec: JobSpec | None = None, kind: str | None = None) -> dict[str, Any]:
+def batch_document(
+    status: JobStatus,
+    spec: JobSpec | None = None,
+    kind: str | None = None,
+    stopped_at: float | None = None,
+) -> dict[str, Any]:
     """A status as OpenAI's batch object (`openai.types.Batch`).
 
     Ids of files are addresses in the store: of the input, and, once there are results, of the manifest that
@@ -37,6 +43,7 @@ def batch_document(status: JobStatus, spec: JobSpec | None = None, kind: str | N
     the deadline, "unlimited" without one. Times are whole seconds since 1970.
 
     spec: the job's document where it can be read, for the input and the deadline. kind: of the first row.
+    stopped_at: when somebody asked that the job stops.
     """
     ended = {"completed": "completed_at", "failed": "failed_at", "expired": "expired_at",
              "cancelled": "cancelled_at"}  # fmt: skip
@@ -44,7 +51,7 @@ def batch_document(status: JobStatus, spec: JobSpec | None = None, kind: str | N
         "in_progress_at": status.started_at,
         "expires_at": status.expires_at,
         "finalizing_at": status.updated_at if status.state == "finalizing" else None,
-        "cancelling_at": status.updated_at if status.state == "cancelling" else None,
+        "cancelling_at": stopped_at if status.state in ("cancelling", "cancelled") else None,
         **{field: status.finished_at if status.state == state else None for state, field in ended.items()},
     }
     key = "" if spec is None else spec.input.key.rpartition("/")[2]
@@ -71,7 +78,8 @@ def batch_document(status: JobStatus, spec: JobSpec | None = None, kind: str | N
 def batch_of(storage: Storage, status: JobStatus) -> dict[str, Any]:
     """The same, with what the store knows of the job."""
     spec = read_spec(storage, status.job)
-    return batch_document(status, spec, None if spec is None else _first_kind(storage, spec))
+    kind = None if spec is None else _first_kind(storage, spec)
+    return batch_document(status, spec, kind, (read_json(storage, layout.stop(status.job)) or {}).get("at"))
 
 
 def _first_kind(storage: Storage, spec: JobSpec) -> str | None:

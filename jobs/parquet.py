@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, BinaryIO, Final, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,6 +35,7 @@ __all__ = [
     "read_rows",
     "rows_of",
     "stats_of",
+    "stream_batches",
     "to_json",
     "write_batches",
     "write_rows",
@@ -90,14 +91,25 @@ def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> PartStats:
     temporary = path.with_name(path.name + ".writing")
     try:
         with scratch_faults(f"write {path.name}"):
-            with _PartWriter(temporary) as writer:
+            with pa.OSFile(str(temporary), "wb") as file, _PartWriter(file) as writer:
                 for batch in batches:
                     writer.add(batch)
-            stats = writer.checked()
+            stats = writer.checked(temporary)
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     return stats
+
+
+def stream_batches(output: BinaryIO, batches: Iterable[pa.RecordBatch]) -> int:
+    """The same into a file that is open and stays so; returns how many rows.
+
+    Whoever opened it sees to it that nobody finds it before it is whole.
+    """
+    with _PartWriter(output) as writer:
+        for batch in batches:
+            writer.add(batch)
+    return writer.rows
 
 
 def read_batches(
@@ -176,13 +188,14 @@ def _rows_at_once(metadata: pq.FileMetaData) -> int:
 
 
 class _PartWriter:
-    """Gathers batches into row groups that end at ROWS_PER_GROUP or BYTES_PER_GROUP, whichever is first."""
+    """Gathers batches into row groups that end at ROWS_PER_GROUP or BYTES_PER_GROUP, whichever is first.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = pa.OSFile(str(path), "wb")
+    file: stays open.
+    """
+
+    def __init__(self, file: pa.NativeFile | BinaryIO) -> None:
         self._writer = pq.ParquetWriter(
-            self._file,
+            file,
             SCHEMA,
             compression="zstd",
             use_dictionary=_DICTIONARY,
@@ -203,12 +216,9 @@ class _PartWriter:
         if kind is None:
             self._flush()
             self._writer.close()
-            self._file.close()
             return
         with suppress(pa.ArrowException, OSError):
             self._writer.close()  # or its destructor would, at a time of its own choosing
-        with suppress(pa.ArrowException, OSError):
-            self._file.close()
 
     def add(self, batch: pa.RecordBatch) -> None:
         self._count.add(batch)
@@ -230,13 +240,17 @@ class _PartWriter:
         self._pending = []
         self._pending_rows = self._pending_bytes = 0
 
-    def checked(self) -> PartStats:
+    @property
+    def rows(self) -> int:
+        return self._count.rows
+
+    def checked(self, path: Path) -> PartStats:
         """The closed file, read back: a quiet failure is found before anybody relies on it."""
-        stats = self._count.stats(self._path)
-        with _readable(self._path.name):
-            metadata = pq.read_metadata(self._path)
+        stats = self._count.stats(path)
+        with _readable(path.name):
+            metadata = pq.read_metadata(path)
         if (metadata.num_rows, metadata.num_row_groups) != (stats.rows, self._groups):
-            raise StorageError(f"{self._path.name} was written, but does not hold what was written.")
+            raise StorageError(f"{path.name} was written, but does not hold what was written.")
         return stats
 
 
@@ -244,7 +258,7 @@ class _Count:
     """Sums over batches, and proof that their rows ascend."""
 
     def __init__(self) -> None:
-        self._rows = 0
+        self.rows = 0
         self._failed = 0
         self._first = -1
         self._last = -1
@@ -259,9 +273,9 @@ class _Count:
         steps = pc.greater(indexes.slice(1), indexes.slice(0, len(indexes) - 1))
         if first <= self._last or not pc.all(steps, min_count=0).as_py():
             raise ValueError("result rows must ascend by row_index, each once")
-        self._first = first if self._rows == 0 else self._first
+        self._first = first if self.rows == 0 else self._first
         self._last = last
-        self._rows += batch.num_rows
+        self.rows += batch.num_rows
         self._failed += pc.sum(pc.equal(batch.column("status"), "failed")).as_py()
         for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
             self._tokens[name] += pc.sum(batch.column(name)).as_py()
@@ -272,8 +286,8 @@ class _Count:
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256")
         return PartStats(
-            rows=self._rows,
-            completed=self._rows - self._failed,
+            rows=self.rows,
+            completed=self.rows - self._failed,
             failed=self._failed,
             bytes=path.stat().st_size,
             sha256=digest.hexdigest(),

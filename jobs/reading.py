@@ -1,4 +1,4 @@
-"""A job's results as Python wants them: rows, lists, Arrow tables and record batches, in input order.
+"""A job's results as Python wants them: rows, lists, Arrow tables, record batches and files, in input order.
 
 Two faces of one thing: `Results` blocks and is iterated with `for`; `AsyncResults` wraps one and is iterated
 with `async for`, reading in a thread. Both are lazy, may be read again, and hold one bounded merge at a time.
@@ -12,9 +12,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from pagemill.jobs.errors import UsageError
+from pagemill.jobs.publish import output_file
 from pagemill.jobs.storage import Storage
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class Results:
         return iter_batches(self.storage, self.job, partial=self.partial)
 
     def table(self) -> pa.Table:
-        """All rows as one Arrow table; `.to_pandas()` and polars.from_arrow go on from there."""
+        """All rows as one Arrow table, from which polars.from_arrow goes on; for pandas see `pandas`."""
         import pyarrow as pa
 
         from pagemill.jobs.result import SCHEMA
@@ -78,10 +80,18 @@ class Results:
         return self.reader().__arrow_c_stream__(requested_schema)
 
     def pandas(self) -> Any:
-        """All rows as a pandas DataFrame; UsageError where pandas is not installed."""
+        """All rows as a pandas DataFrame; UsageError where pandas is not installed.
+
+        Columns of whole numbers are `Int64`, whatever they hold. Of one with a null (the seed of a line that
+        could not be read) `table().to_pandas()` would make floats, in which seeds above 2**53 are others.
+        """
         if find_spec("pandas") is None:
             raise UsageError("This needs pandas: pip install pandas, or take table().")
-        return self.table().to_pandas()
+        import pandas
+        import pyarrow as pa
+
+        whole = pandas.Int64Dtype()
+        return self.table().to_pandas(types_mapper=lambda kind: whole if pa.types.is_integer(kind) else None)
 
     def dicts(self) -> Iterator[dict[str, Any]]:
         """Rows as dicts of plain values without what is null, as `--format jsonl` has them."""
@@ -95,11 +105,39 @@ class Results:
 
         return to_jsonl(self, output)
 
-    def write_openai(self, output: BinaryIO, errors: BinaryIO) -> tuple[int, int]:
-        """OpenAI's batch output and error files; returns the number of lines in each."""
-        from pagemill.jobs.results import to_openai
+    def write_csv(self, output: BinaryIO) -> int:
+        """Every row as a record of CSV, after a head; returns how many. Texts are in quotes, null is an empty
+        cell without, seeds are exact, `choices` are JSON text."""
+        from pagemill.jobs.results import to_csv
 
-        return to_openai(self, output, errors)
+        return to_csv(self.batches(), output)
+
+    def write_parquet(self, output: BinaryIO) -> int:
+        """All rows as one Parquet file of the schema that the job's parts have; returns how many."""
+        from pagemill.jobs.parquet import stream_batches
+
+        return stream_batches(output, self.batches())
+
+    def write(self, path: str | Path) -> int:
+        """All rows as one file, in bounded memory: .csv, .parquet or .jsonl, by its name; returns how many.
+
+        It appears whole or not at all, in the place of one that was there. Raises UsageError for another
+        suffix, and where the file cannot be made.
+        """
+        place = Path(path)
+        writers = {".csv": self.write_csv, ".jsonl": self.write_jsonl, ".parquet": self.write_parquet}
+        if place.suffix not in writers:
+            raise UsageError(f"{place} says no format: end it in .csv, .parquet or .jsonl.")
+        with output_file(place) as file:
+            return writers[place.suffix](file)
+
+    def write_openai(self, output: BinaryIO, errors: BinaryIO) -> tuple[int, int]:
+        """OpenAI's batch output and error files; returns the number of lines in each. Of an ended job they
+        are the same bytes every time: a response's `created` is when its row had finished."""
+        from pagemill.jobs.results import ended_at, to_openai
+
+        rows = iter(self)  # a job that has not ended is refused before anything else is read of it
+        return to_openai(rows, output, errors, created=ended_at(self.storage, self.job))
 
 
 class AsyncResults:
@@ -133,6 +171,10 @@ class AsyncResults:
     def dicts(self) -> AsyncIterator[dict[str, Any]]:
         """Rows as dicts of plain values; see `Results.dicts`."""
         return threaded(self.sync.dicts)
+
+    async def write(self, path: str | Path) -> int:
+        """All rows as one CSV, Parquet or JSONL file; see `Results.write`."""
+        return await asyncio.to_thread(self.sync.write, path)
 
 
 async def threaded(start: Callable[[], Iterator[T]], hop: int = ROWS_A_HOP) -> AsyncIterator[T]:

@@ -1,4 +1,4 @@
-"""Reading a job's results: in input order, as rows, record batches, JSONL, or OpenAI's two files.
+"""Reading a job's results: in input order, as rows, record batches, JSONL, CSV, or OpenAI's two files.
 
 Readers trust the manifest alone and never look for parts themselves: what it lists is complete and never
 changes. `partial` reads a running job by the same rule, trusting commit records. This room may not know
@@ -8,20 +8,25 @@ Redis: results are read from the store, and outlive the state.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import pyarrow as pa
+from pyarrow import csv
 
 from pagemill.jobs import layout
 from pagemill.jobs.commit import list_commits
 from pagemill.jobs.errors import JobConflict, JobNotFound, ObjectNotFound, StorageError
 from pagemill.jobs.merge import Source, merge
 from pagemill.jobs.openai_batch import error_line, output_line
-from pagemill.jobs.parquet import SCHEMA_VERSION, ResultRow, read_batches, rows_of, to_json
+from pagemill.jobs.parquet import SCHEMA, SCHEMA_VERSION, ResultRow, read_batches, rows_of, to_json
+from pagemill.jobs.result import TEXT
 from pagemill.jobs.storage import Storage, read_json, scratch_faults
+
+_CHOICES: Final = SCHEMA.get_field_index("choices")
+_FLAT: Final = SCHEMA.set(_CHOICES, pa.field("choices", TEXT))
+"""SCHEMA for files that have no lists: `choices` is JSON text, as `logprobs` and `metadata` always are."""
 
 
 def iter_results(storage: Storage, job: str, *, partial: bool = False) -> Iterator[ResultRow]:
@@ -56,23 +61,46 @@ def to_jsonl(rows: Iterable[ResultRow], output: BinaryIO) -> int:
     return count
 
 
+def to_csv(batches: Iterable[pa.RecordBatch], output: BinaryIO) -> int:
+    """Every row as a record of CSV, after a head; returns how many.
+
+    As RFC 4180 has it, but for lines that end in \\n alone. Texts are in quotes, so that an empty one is told
+    from null, which is an empty cell without. `choices` are JSON text, as in JSONL.
+    """
+    count = 0
+    with csv.CSVWriter(output, _FLAT) as writer:
+        for batch in batches:
+            writer.write_batch(_flat(batch))
+            count += batch.num_rows
+    return count
+
+
 def to_openai(
-    rows: Iterable[ResultRow], output: BinaryIO, errors: BinaryIO, *, created: int | None = None
+    rows: Iterable[ResultRow], output: BinaryIO, errors: BinaryIO, *, created: int
 ) -> tuple[int, int]:
     """OpenAI's batch output and error files; returns the number of lines in each.
 
-    created: what each response says of when it was made, in seconds since 1970; by default now.
+    A response was created when its row had finished. created: said of rows that do not know when, those of
+    parts of version 1; in seconds since 1970.
     """
-    created = int(time.time()) if created is None else created
     done = failed = 0
     for row in rows:
         if row.status == "completed":
             done += 1
-            _write_line(output, output_line(row, created))
+            at = created if row.finished_at is None else int(row.finished_at)
+            _write_line(output, output_line(row, at))
         else:
             failed += 1
             _write_line(errors, error_line(row))
     return done, failed
+
+
+def ended_at(storage: Storage, job: str) -> int:
+    """When the job ended, in whole seconds since 1970; of one that has not, when it was submitted."""
+    found = read_json(storage, layout.manifest(job)) or read_json(storage, layout.job(job))
+    if found is None:
+        raise JobNotFound(f"Job {job} is no longer in {storage.url}.")
+    return int(found.get("finished_at") or found["created_at"])
 
 
 def _parts(storage: Storage, job: str, partial: bool) -> list[dict[str, Any]]:
@@ -122,6 +150,14 @@ def _source(storage: Storage, part: dict[str, Any], columns: list[str] | None = 
     return Source(part["min_row_index"], part["max_row_index"], opened)
 
 
+def _flat(batch: pa.RecordBatch) -> pa.RecordBatch:
+    found = batch.column(_CHOICES).to_pylist()
+    texts = [None if choices is None else to_json(_plain_choices(choices)) for choices in found]
+    columns = batch.columns
+    columns[_CHOICES] = pa.array(texts, TEXT)
+    return pa.RecordBatch.from_arrays(columns, schema=_FLAT)
+
+
 def _write_line(output: BinaryIO, document: dict[str, Any]) -> None:
     output.write(to_json(document).encode() + b"\n")
 
@@ -133,10 +169,14 @@ def as_document(row: ResultRow) -> dict[str, Any]:
         if document[name] is not None:
             document[name] = json.loads(document[name])
     if row.choices is not None:
-        document["choices"] = [_with_logprobs(choice) for choice in row.choices]
+        document["choices"] = _plain_choices(row.choices)
     return {name: value for name, value in document.items() if value is not None}
 
 
-def _with_logprobs(choice: dict[str, Any]) -> dict[str, Any]:
-    found = choice.get("logprobs")
-    return choice | {"logprobs": json.loads(found)} if isinstance(found, str) else choice
+def _plain_choices(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what is null, and with log-probabilities as values instead of as their JSON text."""
+    plain = [{name: value for name, value in choice.items() if value is not None} for choice in choices]
+    for choice in plain:
+        if isinstance(choice.get("logprobs"), str):
+            choice["logprobs"] = json.loads(choice["logprobs"])
+    return plain

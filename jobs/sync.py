@@ -7,7 +7,7 @@ second copy.
         for row in job.results():
             print(row.row_index, row.text or row.error_message)
 
-Each method here is the async one of the same name, with its signature and its documentation, run to its end
+Each method here is the async one of the same name, with its arguments and its documentation, run to its end
 in the thread. Safe to share between threads, and to keep across a fork (a child gets a thread of its own).
 This room may not know what the methods do.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
@@ -93,7 +94,8 @@ def _iterating(
         client, loop = self._running()
         return loop.iterate(method(client, *args, **kwargs))
 
-    return _like(method, call)
+    theirs = str(inspect.signature(method).return_annotation)
+    return _like(method, call, returns=theirs.removeprefix("Async"))
 
 
 def _handing(
@@ -104,12 +106,17 @@ def _handing(
         job = loop.run(method(client, *args, **kwargs))
         return SyncJob(job.id, self, job.existed)
 
-    return _like(method, call)
+    return _like(method, call, returns="SyncJob")
 
 
-def _like(method: Callable[..., Any], call: C) -> C:
-    """`call` with the method's name and documentation; type checkers keep the signature that it has here."""
-    return update_wrapper(call, method)  # type: ignore[return-value]
+def _like(method: Callable[..., Any], call: C, *, returns: str | None = None) -> C:
+    """`call` with the method's name, arguments and documentation; type checkers keep the signature that it
+    has here. returns: what `help` says that it gives, where that is not what the method gives."""
+    update_wrapper(call, method)
+    if returns is not None:
+        told = inspect.signature(method).replace(return_annotation=returns)
+        call.__signature__ = told  # type: ignore[attr-defined]
+    return call
 
 
 _OF_PARENTS: list[tuple[Client, Loop]] = []
@@ -165,7 +172,7 @@ class SyncClient:
 
     def results(self, job: AnyJob, *, partial: bool = False) -> Results:
         """The job's rows in input order: iterate, or `.dicts()`, `.list()`, `.table()` (Arrow), `.batches()`,
-        `.reader()`, `.pandas()`; see `Client.results`."""
+        `.reader()`, `.pandas()`, `.write("answers.csv")`; see `Client.results`."""
         return self._client.results(job, partial=partial).sync
 
     def _running(self) -> tuple[Client, Loop]:

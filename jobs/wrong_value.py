@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 
 from pagemill.jobs.parameters import shown
 
+VALIDATOR: Final = "Value error, "
+"""What pydantic puts before the sentence of a validator, and says nothing."""
 _KINDS: Final[dict[Any, str]] = {
     bool: "true or false",
     dict: "an object",
@@ -45,7 +47,7 @@ def wrong_value(
     name = str(first["loc"][0]) if first["loc"] else ""
     called, field = label(name), model.model_fields.get(name)
     if first["type"] == "value_error":  # of a validator of ours, which knows best
-        return f"{called}: {first['msg'].removeprefix('Value error, ')}"
+        return f"{called}: {first['msg'].removeprefix(VALIDATOR)}"
     if first["type"] == "missing":
         return f"{called} is missing"
     if field is None:

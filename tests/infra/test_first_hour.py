@@ -3,6 +3,7 @@ shell, beside real servers. The simulated engine stands in for models that nobod
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -62,7 +63,7 @@ def bash(script: str, checkout: Path, env: dict[str, str], *before: str) -> subp
 
 
 def test_a_file_of_one_s_own_on_one_machine(checkout: Path, env: dict[str, str]) -> None:
-    """`pagemill run` with the demo model and with a folder, then both kinds of results."""
+    """`pagemill run` with the demo model and with a folder, then each kind of results."""
     lines = block("README.md", "sh", "pagemill run prompts.jsonl").splitlines()
     runs = [line for line in lines if not line.startswith("pagemill results")]
     done = bash("\n".join(runs), checkout, env)
@@ -77,7 +78,10 @@ def test_a_file_of_one_s_own_on_one_machine(checkout: Path, env: dict[str, str])
     done = bash(f". .venv/bin/activate\n{reads}", checkout, env)
     assert done.returncode == 0, done.stderr
     assert "0\trow-0\tcompleted\t" in done.stdout
-    assert '"row_index":2' in done.stdout
+    with (checkout / "answers.csv").open(newline="") as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["completed", "failed", "completed"]
+    answers, errors = (checkout / f"answers{middle}.jsonl" for middle in ("", ".errors"))
+    assert [len(path.read_text().splitlines()) for path in (answers, errors)] == [2, 1]
 
 
 def test_two_workers_and_a_bucket_on_one_machine(

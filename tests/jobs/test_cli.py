@@ -4,6 +4,7 @@ sentence."""
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from fake_worker import say_alive, unique, work
 
@@ -141,6 +143,27 @@ def test_openai_files(
     assert len(named.read_text().splitlines()) == 1
     uncounted = run("results", job, "--format", "openai")
     assert "1 failed rows are not shown" in uncounted.err
+
+
+def test_one_file_of_all_rows(
+    run: Run, prompts: Path, model: str, redis_url: str, store: Path, tmp_path: Path
+) -> None:
+    job = submitted(run, prompts, model)
+    finish(redis_url, store, model)
+    place = tmp_path / "answers.csv"
+    done = run("results", job, "--format", "csv", "--output", place)
+    assert (done.code, done.out, done.err) == (0, "", f"3 rows in {place}\n")
+    printed = run("results", job, "--format", "csv")
+    assert printed.out == place.read_text()
+    records = list(csv.DictReader(printed.out.splitlines()))
+    assert [record["custom_id"] for record in records] == ["a", "row-1", "row-2"]
+    assert [record["error_code"] for record in records] == ["", "invalid_json_line", ""]
+    table = tmp_path / "answers.parquet"
+    assert run("results", job, "--format", "parquet", "-o", table).err == f"3 rows in {table}\n"
+    read = pq.read_table(table)
+    assert read.column("custom_id").to_pylist() == ["a", "row-1", "row-2"]
+    seeds = [str(seed or "") for seed in read.column("seed").to_pylist()]
+    assert seeds == [record["seed"] for record in records]
 
 
 def test_watch_prints_lines_when_piped_and_ends_as_the_job_does(
@@ -287,7 +310,14 @@ BAD: list[tuple[str, list[str], int, str]] = [
     ("an id that is none, read", ["results", "a b"], 2, "not a job id"),
     ("a state that is none", ["list", "--state", "happy"], 2, "happy is no state"),
     ("a limit of nothing", ["list", "-n", "0"], 2, "--limit"),
-    ("a format that is none", ["results", "job-none", "--format", "xml"], 2, "--format"),
+    ("a format that is none", ["results", "job-none", "--format", "xml"], 2,
+     "'--format' / '-f': 'xml' is not one of 'table', 'jsonl', 'csv', 'parquet', 'openai'; see"),
+    ("a format of a status that is none", ["status", "job-none", "--format", "xml"], 2,
+     "'--format' / '-f': 'xml' is not one of 'text', 'json', 'openai'; see"),
+    ("a table in a file", ["results", "job-none", "--output", "t"], 2, "csv, parquet, jsonl or openai"),
+    ("Parquet without a file", ["results", "job-none", "--format", "parquet"], 2, "needs --output FILE"),
+    ("Parquet to standard output", ["results", "job-none", "--format", "parquet", "-o", "-"], 2, "--output"),
+    ("two formats", ["results", "job-none", "--json", "--format", "csv"], 2, "does not go with csv"),
     ("errors without their format", ["results", "job-none", "--errors", "e"], 2, "--errors"),
     ("Redis down", ["list", "--redis-url", DOWN], 6, "127.0.0.1:1"),
     ("Redis down, submitting", ["submit", "{file}", "-m", "m", "--redis-url", DOWN], 6, "127.0.0.1:1"),
@@ -310,6 +340,7 @@ def test_bad_input_is_one_sentence(
     assert len(done.err.splitlines()) == 1, done.err
     assert said in done.err
     assert "Traceback" not in done.err
+    assert "Value error" not in done.err
     assert done.out == ""
 
 
@@ -342,9 +373,10 @@ def test_output_that_cannot_be_written_is_said(
 def test_a_full_disk_is_said(run: Run, prompts: Path, model: str, redis_url: str, store: Path) -> None:
     job = submitted(run, prompts, model)
     finish(redis_url, store, model)
-    done = run("results", job, "--format", "jsonl", "--output", "/dev/full")
-    assert done.code == 5
-    assert "disk is full" in done.err
+    for format in ("jsonl", "csv", "parquet"):
+        done = run("results", job, "--format", format, "--output", "/dev/full")
+        assert done.code == 5, format
+        assert "disk is full" in done.err
 
 
 def test_help_tells_the_exit_codes_and_needs_no_redis(run: Run) -> None:

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_worker import take, unique, work
+from fake_worker import say_alive, take, unique, work
 from openai.types import Batch, BatchError, Completion
 from openai.types.chat import ChatCompletion
 from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import TypeAdapter
 from result_rows import done
 
+from pagemill.jobs import layout
 from pagemill.jobs.client import Client, Job
 from pagemill.jobs.results import to_openai
+from pagemill.jobs.storage import read_json
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ async def test_every_state_is_one_of_theirs(client: Client) -> None:
     await cancelled.cancel()
     batch = validated(await client.openai_batch(cancelled))
     assert batch.status == "cancelled"
-    assert batch.cancelled_at
+    assert batch.cancelling_at and batch.cancelled_at and batch.cancelling_at <= batch.cancelled_at
     failed = await client.submit([{"prompt": 5}], model=model, strict=True)
     await work(await client.state(), client.storage, model)
     batch = validated(await client.openai_batch(failed))
@@ -137,6 +139,14 @@ async def test_every_state_is_one_of_theirs(client: Client) -> None:
     await work(await client.state(), client.storage, model, tasks=1)
     await take(await client.state(), model)
     assert validated(await client.openai_batch(running)).status == "in_progress"
+    state = await client.state()
+    await say_alive(state, model)  # so that cancelling leaves the shard to who holds it
+    await running.cancel()
+    batch = validated(await client.openai_batch(running))
+    assert (batch.status, batch.cancelled_at) == ("cancelling", None)
+    stop = read_json(client.storage, layout.stop(running.id))
+    assert stop is not None
+    assert batch.cancelling_at == int(stop["at"])
 
 
 def test_log_probabilities_have_their_shapes() -> None:
@@ -152,7 +162,7 @@ def test_log_probabilities_have_their_shapes() -> None:
                                "logprobs": json.dumps(told)} for i in (0, 1)]),
     ]  # fmt: skip
     output = io.BytesIO()
-    to_openai(rows, output, io.BytesIO())
+    to_openai(rows, output, io.BytesIO(), created=0)
     bodies = [json.loads(line)["response"]["body"] for line in output.getvalue().splitlines()]
     chat, several = (ChatCompletion.model_validate(bodies[i], strict=True) for i in (0, 2))
     for choice in [*chat.choices, *several.choices]:

@@ -21,9 +21,11 @@ from pagemill.jobs.parquet import (
     SCHEMA,
     ResultRow,
     batch_of,
+    batches_of,
     read_batches,
     read_rows,
     stats_of,
+    stream_batches,
     write_batches,
     write_rows,
 )
@@ -117,6 +119,19 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path) -> None:
         return most
 
     assert peak(50_000) < 1.5 * peak(20_000) + (1 << 20)
+
+
+def test_an_open_file_takes_the_rows_in_bounded_groups_and_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "ROWS_PER_GROUP", 1500)
+    rows = rows_of(range(4000))
+    with (tmp_path / "x").open("wb") as file:
+        assert stream_batches(file, batches_of(rows)) == 4000
+        assert not file.closed
+    assert list(read_rows(tmp_path / "x")) == rows
+    metadata = pq.read_metadata(tmp_path / "x")
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [1500, 1500, 1000]
 
 
 def test_batches_of_long_rows_are_short(tmp_path: Path) -> None:

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import csv
 import io
 import json
+from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow.csv import ConvertOptions, read_csv
 from result_rows import done, failed
 from stored_job import commit, plan_job, prompts, results, store_job
 
 from pagemill.jobs import layout
 from pagemill.jobs.errors import JobConflict, JobNotFound, StorageError
 from pagemill.jobs.finalize import finalize
-from pagemill.jobs.parquet import SCHEMA
+from pagemill.jobs.parquet import SCHEMA, batch_of
 from pagemill.jobs.result import ResultRow
-from pagemill.jobs.results import iter_batches, iter_results, to_jsonl, to_openai
+from pagemill.jobs.results import iter_batches, iter_results, to_csv, to_jsonl, to_openai
 from pagemill.jobs.spec import JobSpec
 from pagemill.jobs.storage import Storage, encode_json, read_json
 
@@ -167,14 +171,67 @@ TOLD = {
 }
 
 
+def test_csv_holds_any_text_and_each_seed_exactly() -> None:
+    said = 'two\nlines, "quoted"\r\n; é'
+    several = [
+        {"index": 0, "text": "a,\n", "finish_reason": "stop", "logprobs": "[1]"},
+        {"index": 1, "text": "b", "finish_reason": "length"},
+    ]
+    rows = [
+        done(0, said, seed=3560768571718309866, metadata='{"k":"v, w"}', finished_at=1764504000.25),
+        failed(1, message="line 2: no JSON"),
+        done(2, "a,\n", choices=several, seed=2**63 - 1, total_ms=0.5),
+    ]
+    output = io.BytesIO()
+    assert to_csv([batch_of(rows[:2]), batch_of(rows[2:])], output) == 3
+    text = output.getvalue().decode()
+    assert text.splitlines()[0].replace('"', "").split(",") == SCHEMA.names
+    first, second, third = csv.DictReader(io.StringIO(text, newline=""))
+    assert first["text"] == said
+    assert (first["seed"], third["seed"]) == ("3560768571718309866", str(2**63 - 1))
+    assert (first["metadata"], float(first["finished_at"])) == ('{"k":"v, w"}', 1764504000.25)
+    assert (second["custom_id"], second["error_message"]) == ("row-1", "line 2: no JSON")
+    assert [second[name] for name in ("text", "choices", "seed", "finished_at")] == [""] * 4
+    assert json.loads(third["choices"]) == [several[0] | {"logprobs": [1]}, several[1]]
+
+
+def test_csv_tells_an_empty_text_from_none() -> None:
+    rows = [done(0), failed(1)]
+    rows[0].text = ""
+    output = io.BytesIO()
+    to_csv([batch_of(rows)], output)
+    options = ConvertOptions(strings_can_be_null=True, quoted_strings_can_be_null=False)
+    table = read_csv(io.BytesIO(output.getvalue()), convert_options=options)
+    assert table.column("text").to_pylist() == ["", None]
+
+
+def test_csv_holds_one_batch_at_a_time() -> None:
+    output, lines_so_far = io.BytesIO(), list[int]()
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for index in range(3):
+            lines_so_far.append(output.getvalue().count(b"\n"))
+            yield batch_of([done(index)])
+
+    to_csv(batches(), output)
+    assert lines_so_far == [1, 2, 3]
+
+
+def test_csv_of_a_job_without_rows_is_its_head() -> None:
+    output = io.BytesIO()
+    assert to_csv([], output) == 0
+    assert output.getvalue().count(b"\n") == 1
+
+
 def test_openai_files_have_openai_s_shapes() -> None:
     output, errors = io.BytesIO(), io.BytesIO()
     rows = [
         done(0, "hello", completion_tokens=4, cached_tokens=2, metadata='{"k":1}'),
         failed(1, "batch_expired"),
-        done(2, "raw", kind="completion", finish_reason="length", logprobs=json.dumps(LOGPROBS)),
+        done(2, "raw", kind="completion", finish_reason="length", logprobs=json.dumps(LOGPROBS),
+             finished_at=1699999990.75),
         done(3, "a", choices=[{"index": i, "text": "ab"[i], "finish_reason": "stop"} for i in (0, 1)]),
-    ]
+    ]  # fmt: skip
     assert to_openai(rows, output, errors, created=1700000000) == (3, 1)
     chat, completion, several = lines(output)
     assert (chat["custom_id"], chat["error"], chat["response"]["status_code"]) == ("row-0", None, 200)
@@ -201,7 +258,7 @@ def test_openai_files_have_openai_s_shapes() -> None:
         "metadata": {"k": 1},
     }
     body = completion["response"]["body"]
-    assert body["object"] == "text_completion"
+    assert (body["object"], body["created"]) == ("text_completion", 1699999990)
     assert body["choices"] == [{"index": 0, "text": "raw", "logprobs": TOLD, "finish_reason": "length"}]
     contents = [choice["message"]["content"] for choice in several["response"]["body"]["choices"]]
     assert contents == ["a", "b"]

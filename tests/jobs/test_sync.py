@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pydoc
 import subprocess
 import sys
 import threading
@@ -89,13 +90,29 @@ def test_it_starts_again_after_it_was_closed(client: SyncClient) -> None:
     client.list(limit=1)
 
 
+OTHERS = {"submit": "SyncJob", "retry_failed": "SyncJob", "watch": "Iterator[JobStatus]"}
+
+
 @pytest.mark.parametrize(
-    "name", ["submit", "status", "watch", "wait", "cancel", "list", "workers", "recover", "recover_all"]
-)
-def test_each_method_has_the_signature_and_the_manual_of_the_async_one(name: str) -> None:
+    "name",
+    ["submit", "status", "openai_batch", "watch", "wait", "cancel", "delete", "retry_failed", "list",
+     "workers", "recover", "recover_all"],
+)  # fmt: skip
+def test_each_method_has_the_arguments_and_the_manual_of_the_async_one_and_says_what_it_gives(
+    name: str,
+) -> None:
     ours, theirs = getattr(SyncClient, name), getattr(Client, name)
-    assert inspect.signature(ours) == inspect.signature(theirs)
+    signature, async_one = inspect.signature(ours), inspect.signature(theirs)
+    assert signature.parameters == async_one.parameters
+    assert signature.return_annotation == OTHERS.get(name, async_one.return_annotation)
+    assert not inspect.iscoroutinefunction(ours)
     assert ours.__doc__ == theirs.__doc__
+
+
+def test_help_names_the_handle_that_submit_gives() -> None:
+    text = pydoc.plain(pydoc.render_doc(SyncClient.submit))
+    assert "-> 'SyncJob'" in text
+    assert "-> 'Job'" not in text
 
 
 FORK = """
