@@ -67,7 +67,7 @@ NEAR = 2e-3
 # In 16 bits each layer's numbers are rounded, as a share of the spread of logits.
 NEAR_IN_16_BITS = 0.25
 # In 8 bits: what is rounded, the first capability that can, and how far off it may be, as such a share: twice
-# the worst of 840 tokens of the Llama above in the plain forms on a CPU. A token drawn by lot is off by about 3.
+# the worst of 840 tokens of the Llama above in the plain forms on a CPU. Tokens drawn by lot are off by 3.
 IN_8_BITS: tuple[tuple[dict[str, str], tuple[int, int], float], ...] = (
     ({"kv_cache_dtype": "int8"}, (8, 0), 0.22),
     ({"kv_cache_dtype": "fp8"}, (8, 9), 1.0),
