@@ -164,8 +164,7 @@ class Scheduler:
         computes all its tokens again."""
         released = self._inflight.give_up(seq)
         self.pool.release(seq.block_table)
-        seq.long_rope = True
-        seq.block_hashes = []
+        self._turn_long(seq)
         found = self.cache.find(seq)
         self.pool.share(found)
         seq.block_table = found
@@ -173,6 +172,11 @@ class Scheduler:
         if self.cache.enabled:
             self._inflight.begin(seq)
         self._release(released)
+
+    def _turn_long(self, seq: Sequence) -> None:
+        """Its keys are others from now on, and so are its blocks."""
+        seq.long_rope = True
+        seq.block_hashes = []
 
     def _continue_running(self, plan: dict[Sequence, int]) -> int | None:
         """Schedule rows that run already, and return what is left of the budget; None where one of them has
@@ -255,6 +259,8 @@ class Scheduler:
             if seq.num_unread_steps:  # it gave way since they were begun, and not all its tokens are known
                 self._waiting.push_first(seq)
                 break
+            if self._outgrown(seq) and not seq.long_rope:  # it gave way with the token that did it
+                self._turn_long(seq)
             found = self.cache.find(seq)
             if self._park(seq, len(found)):
                 parked += 1

@@ -55,3 +55,22 @@ def test_a_row_that_outgrows_when_memory_is_full_still_ends() -> None:
     done = run_all(engine_over(FakeRunner(10, SWITCH), budget=17), rows)
     for row in rows:
         assert list(done[row.request_id].token_ids) == answer(row, 40)
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["cached", "uncached"])
+def test_a_row_that_gives_way_with_the_token_that_outgrows_comes_back_with_other_keys(cache: bool) -> None:
+    runner = FakeRunner(64, SWITCH)
+    rows = [request("old", prompt(8, 3), 30), request("new", prompt(SWITCH - 5), 20)]
+    engine = engine_over(runner, cache)
+    for row in rows:
+        engine.add(row)
+    done = {}
+    while engine.has_work:
+        for seq in engine.scheduler._running[1:]:
+            if seq.num_tokens == SWITCH + 1 and not seq.long_rope:
+                engine.scheduler._preempt(seq)
+        done.update({completion.request_id: completion for completion in engine.step()})
+        engine.scheduler.pool.check(seq.block_table for seq in engine.scheduler._running)
+    assert engine.scheduler.preemptions == 1
+    for row in rows:
+        assert list(done[row.request_id].token_ids) == answer(row, row.sampling.max_tokens)
