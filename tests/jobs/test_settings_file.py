@@ -33,7 +33,7 @@ def write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Write:
 def test_flags_go_over_variables_over_the_file_over_defaults(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert WorkerSettings.load().slots == 2
+    assert WorkerSettings.load().slots is None
     write("[worker]\nslots = 3")
     assert WorkerSettings.load().slots == 3
     monkeypatch.setenv("PAGEMILL_SLOTS", "4")
