@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(600)  # a minute where a core is free
 def test_a_short_run_loses_and_doubles_nothing(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [ROOT / "infra" / "chaos", "--minutes=0.4", "--seed=11", "--gap=1.3", "--jobs=25", "--drain=420",
+        [ROOT / "infra" / "chaos", "--minutes=0.35", "--seed=11", "--gap=1.3", "--jobs=25", "--drain=420",
          f"--json={tmp_path / 'summary.json'}"],
         capture_output=True, text=True,
     )  # fmt: skip
