@@ -192,6 +192,9 @@ def _triton(weight: Int8Weight) -> Multiply:
     return linear_triton.Layer(weight.values, weight.scales, weight.bias, block)
 
 
+# How often each route is timed before one is chosen.
+ROUNDS = 9
+
 # "words" and "bytes" are compiled (linear_int8_cpu.py), "triton" is for tensors on a GPU
 # (linear_triton.py); the others need torch alone and take any shape.
 ROUTES: dict[str, Callable[[Int8Weight], Multiply]] = {
@@ -217,13 +220,19 @@ def fastest_route(compiled: bool = True) -> str:
     second and the first time in which code is compiled.
     """
     kinds = linear_int8_cpu.kinds() if compiled else ()
-    seconds = {name: _try(name) for name in (*kinds, "int_mm", "float")}
+    usable = {name: _usable(name) for name in (*kinds, "int_mm", "float")}
+    seconds = dict.fromkeys(usable, float("inf"))
+    # By turns, and the best of each: a machine that stands still for a moment must not decide.
+    for _ in range(ROUNDS):
+        for name, product in usable.items():
+            if product is not None:
+                seconds[name] = min(seconds[name], _seconds(product))
     logger.info("int8 linear layers: %s", ", ".join(f"{n} {1e3 * s:.2f} ms" for n, s in seconds.items()))
     return min(seconds, key=lambda name: seconds[name])
 
 
-def _try(name: str) -> float:
-    """Seconds of one product, infinite where it fails or is wrong."""
+def _usable(name: str) -> Callable[[], Tensor] | None:
+    """A product to be timed; None where it fails or is wrong."""
     generator = torch.Generator().manual_seed(0)
     # The largest numbers on both sides, where an instruction that saturates would show.
     values = torch.randint(0, 2, (512, 512), generator=generator, dtype=torch.int8) * 254 - 127
@@ -236,14 +245,14 @@ def _try(name: str) -> float:
         right = torch.equal(multiply(x), _reference(weight)(x))
     except RuntimeError as error:
         logger.warning("int8 linear layers cannot take the route %s: %s", name, error)
-        return float("inf")
+        return None
     if not right:
         logger.warning("int8 linear layers must not take the route %s: it miscalculates here", name)
-        return float("inf")
-    return min(_seconds(multiply, x) for _ in range(3))
+        return None
+    return lambda: multiply(x)
 
 
-def _seconds(multiply: Multiply, x: Tensor) -> float:
+def _seconds(product: Callable[[], Tensor]) -> float:
     started = time.perf_counter()
-    multiply(x)
+    product()
     return time.perf_counter() - started

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -254,10 +254,10 @@ def test_a_route_that_miscalculates_is_not_taken(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("could not create a primitive")
 
     monkeypatch.setitem(linear_int8.ROUTES, "int_mm", wrong)
-    assert linear_int8._try("int_mm") == float("inf")
+    assert linear_int8._usable("int_mm") is None
     monkeypatch.setitem(linear_int8.ROUTES, "int_mm", failing)
-    assert linear_int8._try("int_mm") == float("inf")
-    assert linear_int8._try("float") < float("inf")
+    assert linear_int8._usable("int_mm") is None
+    assert linear_int8._usable("float") is not None
 
 
 VNNI = """
@@ -301,3 +301,23 @@ def test_the_form_for_vnni_compiles_to_its_instruction() -> None:
     products, saturating = map(int, done.stdout.split())
     assert products >= 2 * (12 + 6 + 4 + 2 + 1)
     assert saturating == 0
+
+
+def test_a_machine_that_stands_still_for_a_moment_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each route is timed by turns, so that a pause hits all of them and the best of each counts."""
+    order: list[str] = []
+    monkeypatch.setattr(linear_int8, "_usable", lambda name: lambda: order.append(name))
+    monkeypatch.setattr(linear_int8.linear_int8_cpu, "kinds", lambda: ("words",))
+    times = {"words": [9.0] * 5 + [0.1] * 4, "int_mm": [9.0] * 5 + [0.4] * 4, "float": [0.8] * 9}
+
+    def seconds(product: Callable[[], object]) -> float:
+        product()
+        return times[order[-1]].pop(0)
+
+    monkeypatch.setattr(linear_int8, "_seconds", seconds)
+    linear_int8.fastest_route.cache_clear()
+    try:
+        assert linear_int8.fastest_route() == "words"
+    finally:
+        linear_int8.fastest_route.cache_clear()
+    assert order == ["words", "int_mm", "float"] * linear_int8.ROUNDS
