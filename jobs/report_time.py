@@ -13,9 +13,8 @@ from itertools import pairwise
 from pagemill.jobs.report import Clock
 from pagemill.jobs.report_cards import key, none, section
 from pagemill.jobs.report_charts import MOST_BARS, Axis, Bar, columns, round_step
-from pagemill.jobs.report_words import elapsed, length, rows
+from pagemill.jobs.report_words import DAY_S, elapsed, length, rows
 
-DAY_S = 86400
 STEPS_S = (
     1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200,
     *(days * DAY_S for days in (1, 2, 5, 10, 20, 50, 100)),

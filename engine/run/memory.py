@@ -66,7 +66,7 @@ def plan_memory(
     most_blocks: where no size was asked for, take all that is free, but no more than this; None takes
     DEFAULT_KV_GB. Without a context asked for, it is as much as model and memory allow.
     """
-    one = block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, memory_dtype(dtype, config))
+    one = bytes_of_block(spec, dtype, config)
     step = step_bytes(spec, dtype, config) if step is None else step
     free = None if available is None else max(0, (available - weights - step) // one)
     if config.num_blocks is not None:
@@ -108,6 +108,11 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig, on_c
 def memory_dtype(dtype: torch.dtype, config: EngineConfig) -> torch.dtype:
     """Of key-value memory."""
     return {None: dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[config.kv_cache_dtype]
+
+
+def bytes_of_block(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig) -> int:
+    """Bytes of one block of key-value memory over all layers."""
+    return block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, memory_dtype(dtype, config))
 
 
 def widens(dtype: torch.dtype, config: EngineConfig) -> bool:

@@ -10,14 +10,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagemill.engine.cache.storage import block_bytes
 from pagemill.engine.config import BLOCK_SIZE, EngineConfig
 from pagemill.engine.errors import EngineError
 from pagemill.engine.models.registry import Description, describe
 from pagemill.engine.run.available import available_memory
 from pagemill.engine.run.card_load import fit_limits, most_blocks, usable_bytes
 from pagemill.engine.run.device import check_eight_bits, choose_card, resolve_dtype
-from pagemill.engine.run.memory import memory_dtype, plan_memory, step_bytes, weight_bytes
+from pagemill.engine.run.memory import bytes_of_block, plan_memory, step_bytes, weight_bytes
 from pagemill.engine.tokenizer import Tokenizer
 from pagemill.engine.weights.load import Checkpoint, check_deterministic, check_quantization, open_checkpoint
 
@@ -90,10 +89,7 @@ def preview(config: EngineConfig) -> Preview:
         parameters=_parameters(checkpoint),
         file_bytes=sum(Path(file).stat().st_size for file in checkpoint.files.files),
         weight_bytes=weights,
-        kv_token_bytes=block_bytes(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, memory_dtype(dtype, config)
-        )
-        // BLOCK_SIZE,
+        kv_token_bytes=bytes_of_block(spec, dtype, config) // BLOCK_SIZE,
         step_bytes=step_bytes(spec, dtype, config),
         available_bytes=free,
         own_context=spec.context,

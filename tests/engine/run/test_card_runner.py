@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_card
 import torch
-from engine_fakes import FakeTokenizer, check, request
-from tiny_models import open_runner, save, tiny_llama
+from engine_fakes import check, request
+from tiny_card import BLOCKS, CONTEXT
+from tiny_models import open_runner, save
 
-from pagemill.engine.config import ModelInfo, SchedulerConfig
 from pagemill.engine.engine import Engine
 from pagemill.engine.request import Completion, Request
 from pagemill.engine.run.card_load import storage_of
@@ -26,17 +27,13 @@ from pagemill.kernels.choice import triton_everywhere
 
 # numpy's, which interprets kernels: rows that fill a graph up are any numbers, NaN too.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-VOCAB, CONTEXT, BLOCKS, ROWS = 97, 128, 24, 3
+VOCAB, ROWS = 97, 3
 STEM = [1 + (7 * i) % (VOCAB - 1) for i in range(70)]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_llama(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=CONTEXT,
-    )  # fmt: skip
-    return save(model, tmp_path_factory.mktemp("tiny"))
+    return save(tiny_card.one_layer(VOCAB), tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +77,7 @@ def card_runner(path: Path, card: SimulatedCard, deterministic: bool = False) ->
 
 
 def engine_over(runner: Any, num_blocks: int = BLOCKS, budget: int = 40, **switches: bool) -> Engine:
-    info = ModelInfo("tiny", "", "", "float32", "cpu", CONTEXT, VOCAB, num_blocks, num_blocks * 16)
-    limits = SchedulerConfig(num_blocks, CONTEXT, max_num_tokens=budget, max_num_seqs=ROWS, **switches)
-    engine = Engine(runner, FakeTokenizer(), info, limits)  # type: ignore[arg-type]
+    engine = tiny_card.engine_over(runner, VOCAB, ROWS, num_blocks=num_blocks, budget=budget, **switches)
     engine.scheduler.admission.growth = lambda seq: 0.0  # type: ignore[method-assign]
     return engine
 

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_card
 import torch
-from engine_fakes import FakeTokenizer, check, request, run_all
-from tiny_models import all_logits, open_runner, save, tiny_llama
+from engine_fakes import request, run_all
+from tiny_card import BLOCKS, CONTEXT
+from tiny_models import all_logits, open_runner, save
 from tiny_tokenizers import byte_level
 
 from pagemill.engine.cache.storage import KVStorage, block_bytes
-from pagemill.engine.config import EngineConfig, ModelInfo, SchedulerConfig
+from pagemill.engine.config import EngineConfig
 from pagemill.engine.engine import Engine, build_engine
 from pagemill.engine.errors import EngineError
-from pagemill.engine.request import Completion, Request
+from pagemill.engine.request import Request
 from pagemill.engine.run.card_load import storage_of
 from pagemill.engine.run.card_runner import CardRunner
 from pagemill.engine.run.load import fingerprint
@@ -32,7 +34,7 @@ from pagemill.kernels.choice import triton_everywhere
 from pagemill.kernels.linear_fp8 import Fp8Linear
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-VOCAB, CONTEXT, BLOCKS, ROWS = 300, 128, 24, 2
+VOCAB, ROWS = 300, 2
 CPU = torch.device("cpu")
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 TEXT = [1 + (7 * i) % (VOCAB - 1) for i in range(70)]
@@ -40,11 +42,7 @@ TEXT = [1 + (7 * i) % (VOCAB - 1) for i in range(70)]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_llama(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=CONTEXT,
-    )  # fmt: skip
-    directory = save(model, tmp_path_factory.mktemp("tiny") / "model")
+    directory = save(tiny_card.one_layer(VOCAB), tmp_path_factory.mktemp("tiny") / "model")
     byte_level().save_pretrained(directory)
     return directory
 
@@ -71,19 +69,11 @@ def on_cpu(path: Path, dtype: torch.dtype) -> ModelRunner:
 
 
 def engine_over(runner: Any, budget: int = 40, **switches: bool) -> Engine:
-    info = ModelInfo("tiny", "", "", "float32", "cpu", CONTEXT, VOCAB, BLOCKS, BLOCKS * 16)
-    limits = SchedulerConfig(BLOCKS, CONTEXT, max_num_tokens=budget, max_num_seqs=ROWS, **switches)
-    return Engine(runner, FakeTokenizer(), info, limits)  # type: ignore[arg-type]
+    return tiny_card.engine_over(runner, VOCAB, ROWS, budget=budget, **switches)
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
-    done: dict[str, Completion] = {}
-    for one in requests:
-        engine.add(one)
-    while engine.has_work:
-        done.update({completion.request_id: completion for completion in engine.step()})
-        check(engine)
-    return {name: completion.token_ids for name, completion in done.items()}
+    return {name: completion.token_ids for name, completion in run_all(engine, requests).items()}
 
 
 def rows() -> list[Request]:
