@@ -75,15 +75,22 @@ class Lanes:
         if not bf16:
             self.b.store(value, self.pointer(address, _VF), align=4)
             return
+        half = ir.VectorType(_I16, LANES)
+        self.b.store(self.b.trunc(self._upper_half(value), half), self.pointer(address, half), align=2)
+
+    def rounded(self, value: Any) -> Any:
+        """The nearest numbers that bfloat16 has, as float32."""
+        return self.b.bitcast(self.b.shl(self._upper_half(value), self._ints(16)), _VF)
+
+    def _upper_half(self, value: Any) -> Any:
+        """bfloat16's bits, in the lower halves of 32."""
         # Round to nearest even; the carry may turn the largest number into infinity, as it should. A NaN
         # with all bits set would become -0, so a NaN is made anew.
         bits = self.b.bitcast(value, _VI)
         odd = self.b.and_(self.b.lshr(bits, self._ints(16)), self._ints(1))
         rounded = self.b.lshr(self.b.add(bits, self.b.add(odd, self._ints(0x7FFF))), self._ints(16))
         broken = self.b.fcmp_unordered("uno", value, value)
-        rounded = self.b.select(broken, self._ints(0x7FC0), rounded)
-        half = ir.VectorType(_I16, LANES)
-        self.b.store(self.b.trunc(rounded, half), self.pointer(address, half), align=2)
+        return self.b.select(broken, self._ints(0x7FC0), rounded)
 
     def _ints(self, x: int) -> Any:
         return ir.Constant(_VI, [x] * LANES)

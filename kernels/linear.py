@@ -1,7 +1,7 @@
 """Dense layers with the weight laid out once for the device.
 
-On CPU a plain F.linear repacks the weight at every call. In float32 the compiled form (linear_cpu.py) serves,
-where nothing can be compiled oneDNN's packed form. Measured on one core of an EPYC 7003 (AVX2, SmolLM2-135M's
+On CPU a plain F.linear repacks the weight at every call. The compiled form (linear_cpu.py) serves, and where
+nothing can be compiled oneDNN's packed form. Measured on one core of an EPYC 7003 (AVX2, SmolLM2-135M's
 shapes), compiled against packed: 1.15-1.28x at 64 rows, 1.1x at 512, 1.2x at 1 to 8; packed against plain:
 1.4-3.0x at 8 rows, 1.1-1.5x at 64. Both give a row the same bits whatever the number of rows beside it, where
 plain F.linear sums in another order below 4 rows.
@@ -50,30 +50,31 @@ class MakeDense(Protocol):
 class InvariantLinear:
     """A layer whose rows have the same bits whatever rows, and how many, and how many threads are beside.
 
-    By construction, for any dtype and shape: the sums are those of the compiled float32 form, each row's in
-    chains of its own, over weights widened to float32. Sixteen bits widen exactly, and a sum is rounded to
-    them once, at its end. What it costs is memory, four bytes a weight, and the speed of float32. Needs what
-    linear_cpu.py needs (cpu_threads).
+    By construction, for any dtype and shape: the sums are those of the compiled form, each row's in chains of
+    its own in float32, rounded once, at their end. Weights of float16 are widened, which is exact and costs
+    memory. Needs what linear_cpu.py needs (cpu_threads).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.dtype not in linear_cpu.INPUTS_OF_A_LINE:
+            weight = weight.float()
         self.out_features, self.in_features = weight.shape
-        self._width_padding = -self.in_features % UNROLL
+        self._width_padding = -self.in_features % (UNROLL * linear_cpu.INPUTS_OF_A_LINE[weight.dtype])
         padding = -self.out_features % PANEL
-        self._plain = weight.dtype == torch.float32 and not self._width_padding and not padding
-        self.panels = linear_cpu.pack(F.pad(weight.float(), (0, self._width_padding, 0, padding)))
+        self._plain = not self._width_padding and not padding
+        self.panels = linear_cpu.pack(F.pad(weight, (0, self._width_padding, 0, padding)))
         self.bias = None if bias is None else F.pad(bias.float(), (0, padding))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> [tokens, out] in x's dtype."""
-        if self._plain:
+        if self._plain and x.dtype == self.panels.dtype:
             return linear_cpu.linear(x, self.panels, self.bias)
-        out = linear_cpu.linear(F.pad(x.float(), (0, self._width_padding)), self.panels, self.bias)
-        return out[:, : self.out_features].to(x.dtype)
+        padded = F.pad(x.to(self.panels.dtype), (0, self._width_padding))
+        return linear_cpu.linear(padded, self.panels, self.bias)[:, : self.out_features].to(x.dtype)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Adds the layer's output for x to `residual` [tokens, out] in place."""
-        if self._plain:
+        if self._plain and x.dtype == residual.dtype == self.panels.dtype:
             linear_cpu.linear_add(x, self.panels, self.bias, residual)
         else:
             residual.add_(self(x))
@@ -84,7 +85,9 @@ class InvariantLinear:
         if linear_cpu.refusal(gate) is not None:
             return None
         weight = linear_cpu.pack_pair(gate, up)
-        biases = None if bias is None else torch.stack([half.view(-1, 16) for half in bias.chunk(2)], 1)
+        biases = None
+        if bias is not None:
+            biases = torch.stack([half.float().view(-1, PANEL) for half in bias.chunk(2)], 1)
         return lambda x: linear_cpu.linear_gated(x, weight, biases)
 
 
@@ -94,7 +97,7 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.compiled: InvariantLinear | None = None
         self.packed = False
-        if weight.dtype == torch.float32 and takes_compiled(weight) and why_not_compiled() is None:
+        if _takes_panels(weight):
             self.compiled = InvariantLinear(weight, bias)
             return
         self.packed = can_pack(weight)
@@ -120,7 +123,17 @@ class Linear:
     @staticmethod
     def gated(gate: Tensor, up: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         """See MakeDense."""
-        return InvariantLinear.gated(gate, up, bias)
+        return InvariantLinear.gated(gate, up, bias) if _takes_panels(gate) else None
+
+
+def _takes_panels(weight: Tensor) -> bool:
+    """Whether the compiled form serves a weight, and no library is known to be faster: oneDNN is where a CPU
+    multiplies whole tiles of bfloat16 (AMX)."""
+    if not takes_compiled(weight) or weight.dtype not in linear_cpu.INPUTS_OF_A_LINE:
+        return False
+    if weight.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return False
+    return why_not_compiled() is None
 
 
 ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}

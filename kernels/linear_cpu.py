@@ -1,4 +1,4 @@
-"""Dense layers in float32 on CPU: y = x W^T + b, stored, added to a residual, or as a gated pair.
+"""Dense layers in float32 and bfloat16 on CPU: y = x W^T + b, stored, added to a residual, or as a gated pair.
 
 For the few dozen to few hundred rows of a step a kernel that holds its sums in registers and meets every
 weight once beats oneDNN's packed form, and it keeps the promise that a row's bits do not depend on the rows
@@ -16,25 +16,29 @@ from pagemill.kernels import cpu_threads
 from pagemill.kernels import linear_cpu_words as words
 from pagemill.kernels.choice import takes_compiled
 
-# Items a thread should find at least, so that none waits long for another's last one.
-ITEMS_A_THREAD = 4
+# How many inputs a line of a panel holds.
+INPUTS_OF_A_LINE = {torch.float32: 1, torch.bfloat16: 2}
+# How much of the time that the last thread takes all of them should be at work.
+BALANCE = 0.95
 
 
 def refusal(weight: Tensor) -> str | None:
     """Why this form cannot serve a weight [outputs, inputs]; None if it can."""
-    if not takes_compiled(weight) or weight.dtype != torch.float32:
-        return "it computes float32 on CPU only"
+    if not takes_compiled(weight) or weight.dtype not in INPUTS_OF_A_LINE:
+        return "it computes float32 and bfloat16 on CPU only"
     if weight.shape[0] % words.PANEL:
         return f"{weight.shape[0]} outputs are not a multiple of {words.PANEL}"
-    if weight.shape[1] % words.UNROLL:
-        return f"{weight.shape[1]} inputs are not a multiple of {words.UNROLL}"
+    if weight.shape[1] % (multiple := words.UNROLL * INPUTS_OF_A_LINE[weight.dtype]):
+        return f"{weight.shape[1]} inputs are not a multiple of {multiple}"
     return cpu_threads.why_not_compiled()
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[outputs, inputs] as panels [outputs / 16, inputs, 16]."""
+    """[outputs, inputs] as panels [outputs / 16, lines, 16, inputs of a line]."""
     outputs, inputs = weight.shape
-    return weight.view(outputs // words.PANEL, words.PANEL, inputs).transpose(1, 2).contiguous()
+    together = INPUTS_OF_A_LINE[weight.dtype]
+    panels = weight.view(outputs // words.PANEL, words.PANEL, inputs // together, together)
+    return panels.transpose(1, 2).contiguous()
 
 
 def pack_pair(gate: Tensor, up: Tensor) -> Tensor:
@@ -42,9 +46,9 @@ def pack_pair(gate: Tensor, up: Tensor) -> Tensor:
     return torch.stack([pack(gate), pack(up)], 1).flatten(0, 1)
 
 
-def linear(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
-    """x [tokens, inputs] by panels of `pack`; returns [tokens, outputs]."""
-    out = torch.empty(x.shape[0], panels.shape[0] * words.PANEL)
+def linear(x: Tensor, panels: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """x [tokens, inputs] by panels of `pack`; returns [tokens, outputs], in x's dtype or float32."""
+    out = torch.empty(x.shape[0], panels.shape[0] * words.PANEL, dtype=dtype or x.dtype)
     _run(x, panels, bias, out, words.STORE)
     return out
 
@@ -56,16 +60,18 @@ def linear_add(x: Tensor, panels: Tensor, bias: Tensor | None, residual: Tensor)
 
 def linear_gated(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
     """silu(x gate^T) * (x up^T) by panels of `pack_pair`; bias [outputs / 16, 2, 16] likewise."""
-    out = torch.empty(x.shape[0], panels.shape[0] // 2 * words.PANEL)
+    out = torch.empty(x.shape[0], panels.shape[0] // 2 * words.PANEL, dtype=x.dtype)
     _run(x, panels, bias, out, words.GATE)
     return out
 
 
 def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int) -> None:
-    rows = x.shape[0]
+    """x, panels: of one dtype; bias: float32."""
+    rows, size = x.shape[0], x.element_size()
     if rows == 0:
         return
-    if x.stride(1) != 1:
+    # Of bfloat16 a row begins where a pair may.
+    if x.stride(1) != 1 or x.stride(0) * size % 4:
         x = x.contiguous()
     threads = torch.get_num_threads()
     chunk = _chunk(rows, panels.shape[0], threads)
@@ -73,9 +79,9 @@ def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int)
         *(0,) * words.ROWS,
         rows,
         x.data_ptr(),
-        x.stride(0) * 4,
+        x.stride(0) * size,
         out.data_ptr(),
-        out.stride(0) * 4,
+        out.stride(0) * out.element_size(),
         panels.shape[1],
         panels.shape[0],
         panels.data_ptr(),
@@ -85,25 +91,37 @@ def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int)
         -(-rows // chunk),
         _chain(panels.shape[1]),
     )
-    cpu_threads.run(_code(), block, threads)
+    cpu_threads.run(_code(x.dtype, out.dtype), block, threads)
 
 
 @cache
 def _chunk(rows: int, panels: int, threads: int) -> int:
-    """Rows of an item: as many as a thread holds, fewer where that leaves threads without work."""
-    parts = max(-(-rows // words.MOST_ROWS), min(-(-ITEMS_A_THREAD * threads // panels), -(-rows // 12)))
-    return -(-rows // parts)
+    """Rows of an item: whole register tiles, and no more than give every thread as much to do as others."""
+    least = -(-rows // words.MOST_ROWS)
+    most = max(least, rows // (2 * words.TILE_ROWS))
+    groups = -(-panels // words.MOST_PANELS)
+    parts = next((n for n in range(least, most + 1) if _busy(groups * n, threads) >= BALANCE), most)
+    tiles = -(-rows // (parts * words.TILE_ROWS))
+    return tiles * words.TILE_ROWS
+
+
+def _busy(items: int, threads: int) -> float:
+    """The share of their time in which threads have work, if each item takes as long."""
+    return items / (-(-items // threads) * threads)
 
 
 @cache
-def _chain(inputs: int) -> int:
-    """Inputs of a chain: chains of like length, so that none is too short for its overhead."""
-    fours = inputs // words.UNROLL
-    return -(-fours // -(-inputs // words.DEPTH)) * words.UNROLL
+def _chain(lines: int) -> int:
+    """Lines of a chain: chains of like length, so that none is too short for its overhead."""
+    fours = lines // words.UNROLL
+    return -(-fours // -(-lines // words.DEPTH)) * words.UNROLL
 
 
 @cache
-def _code() -> int:
-    from pagemill.kernels.linear_cpu_kernel import compile_linear
+def _code(dtype: torch.dtype, out: torch.dtype) -> int:
+    from pagemill.kernels import linear_cpu_kernel as kernel
 
-    return compile_linear()
+    kind = kernel.FLOAT32
+    if dtype == torch.bfloat16:
+        kind = kernel.DOTS if kernel.multiplies_bf16() else kernel.PAIRS
+    return kernel.compile_linear(kind, int(out == torch.bfloat16))

@@ -5,13 +5,16 @@ Numbers only: the caller may read them without numba.
 
 from __future__ import annotations
 
-# Outputs of a panel: weights are laid out [outputs / 16, inputs, 16].
+# Outputs of a panel: weights are laid out [outputs / 16, lines, 16, inputs of a line], a line 64 bytes.
 PANEL = 16
-# Most inputs summed in one chain before they join the rest: 24 KB of a panel, which a core's first cache
+# Most lines summed in one chain before they join the rest: 24 KB of a panel, which a core's first cache
 # holds. Short chains also round less (a third of one chain's error at 1,536 inputs).
 DEPTH = 384
-# Inputs come in fours.
+# Lines come in fours.
 UNROLL = 4
+# Tokens and panels of a register tile at most: with an address for each of six rows, a CPU's 16 registers for
+# addresses are full.
+TILE_ROWS, MOST_PANELS = 6, 4
 # Most tokens whose sums a thread holds at once.
 MOST_ROWS = 96
 
@@ -23,16 +26,16 @@ STORE, ADD, GATE = 0, 1, 2
 ITEM = 0
 (
     ROWS,
-    X,  # address of float32, and bytes from row to row
+    X,  # address, and bytes from row to row
     X_ROW,
     OUT,  # the same
     OUT_ROW,
-    INPUTS,
+    LINES,  # of a panel
     PANELS,
     WEIGHT,
     BIAS,  # address of float32, 0 for none
     INTO,  # STORE, ADD or GATE: out = y, out += y, out = silu(y of even panels) * (y of odd panels)
     CHUNK,  # rows of an item, and how many items a panel has
     CHUNKS,
-    CHAIN,  # inputs of a chain
+    CHAIN,  # lines of a chain
 ) = range(8, 21)

@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from pagemill.kernels import norm_triton
 
         return norm_triton.rms_norm(x, weight, eps)
-    if x.dim() == 2 and small_cpu.serves(x):
+    if x.dim() == 2 and weight.dim() == 1 and small_cpu.serves(x):
         return small_cpu.rms_norm(x, weight, eps)
     return rms_norm_torch(x, weight, eps)
 

@@ -36,14 +36,13 @@ def rope_write(
         places = (layer, blocks, offsets)
         rope_write_triton.rope_write(heads, num_heads, *angles, *places, norm=norm, eps=eps, scales=scales)
         return heads.narrow(1, 0, num_heads)
+    if layer.dtype == heads.dtype and small_cpu.turns(heads, angles[0]):
+        small_cpu.rope_write(heads, num_heads, *angles, layer, blocks, offsets, norm, eps)
+        return heads[:, :num_heads]
     kv_heads = layer.shape[2]
     turning, values = heads[:, : num_heads + kv_heads], heads[:, num_heads + kv_heads :]
     if norm is not None:
         turning.copy_(rms_norm(turning, norm, eps))
-    whole = 2 * angles[0].shape[-1] == heads.shape[-1]
-    if whole and small_cpu.serves(heads) and layer.dtype == heads.dtype:
-        small_cpu.rope_write(heads, num_heads, *angles, layer, blocks, offsets)
-        return heads[:, :num_heads]
     rotated = apply_rope(turning, *angles)
     if scales is None:
         write_kv(layer, rotated[:, num_heads:], values, blocks, offsets)

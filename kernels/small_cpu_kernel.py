@@ -1,5 +1,7 @@
 """Small operations between the dense layers on CPU, in numba: one call where torch makes four to ten.
 
+In bfloat16 everything is computed in float32, and rounded wherever the forms in torch round.
+
 May import numba, and is therefore imported when a kernel is first wanted.
 """
 
@@ -12,22 +14,24 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.cpu_compile import c_function
-from pagemill.kernels.cpu_vector import LANES, Lanes, get, put, real, take, word
+from pagemill.kernels.cpu_compile import c_function, inner
+from pagemill.kernels.cpu_vector import LANES, Lanes, number, real, take, word
 from pagemill.kernels.small_cpu_words import (
     BLOCK_BYTES,
     BLOCKS,
     COS,
     EPS,
-    HALF,
     HEAD_BYTES,
     HEAD_DIM,
     HEADS,
     ITEM,
     KV_HEADS,
     LAYER,
+    NORM,
+    NORM_EPS,
     OFFSETS,
     OUT,
+    PAIRS,
     ROWS,
     ROWS_A_TIME,
     SIN,
@@ -38,77 +42,136 @@ from pagemill.kernels.small_cpu_words import (
     X,
 )
 
-_I64 = ir.IntType(64)
+_F32, _I16, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(64)
 _LINE = LANES * 4
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _normalise(typing: Any, x: Any, weight: Any, out: Any, width: Any, eps: Any) -> Any:
-    """out = x / rms(x) * weight, float32 [width]."""
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _normalise(
+    typing: Any, half: Any, half_weight: Any, x: Any, weight: Any, out: Any, width: Any, eps: Any
+) -> Any:
+    """out = x / rms(x) * weight, [width]."""
+    bf16, bf16_weight = bool(number(half)), bool(number(half_weight))
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        x, weight, out, width, eps = args
+        x, weight, out, width, eps = args[2:]
         v = Lanes(b)
         vectors = b.udiv(width, _I64(LANES))
+
+        def at(base: Any, index: Any, small: bool) -> Any:
+            return b.add(base, b.mul(index, _I64(_LINE // 2 if small else _LINE)))
+
         (squares,) = v.variables([v.const(0.0)])
         with cgutils.for_range(b, vectors, intp=_I64) as loop:
-            value = v.load(b.add(x, b.mul(loop.index, _I64(_LINE))))
+            value = v.load(at(x, loop.index, bf16), bf16)
             b.store(v.fma(value, value, b.load(squares)), squares)
-        mean = b.fdiv(v.sum(b.load(squares)), b.sitofp(width, ir.FloatType()))
+        mean = b.fdiv(v.sum(b.load(squares)), b.sitofp(width, _F32))
         root = v.call("sqrt", v.splat(b.fadd(mean, eps)))
         factor = b.fdiv(v.const(1.0), root)
         with cgutils.for_range(b, vectors, intp=_I64) as loop:
-            at = b.mul(loop.index, _I64(_LINE))
-            scaled = b.fmul(v.load(b.add(x, at)), factor)
-            v.store(b.fmul(scaled, v.load(b.add(weight, at))), b.add(out, at))
+            scaled = b.fmul(v.load(at(x, loop.index, bf16), bf16), factor)
+            if bf16_weight:
+                scaled = v.rounded(scaled)
+            scaled = b.fmul(scaled, v.load(at(weight, loop.index, bf16_weight), bf16_weight))
+            v.store(scaled, at(out, loop.index, bf16), bf16)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4, types.float32), emit
+    return types.void(half, half_weight, *[types.int64] * 4, types.float32), emit
 
 
-def compile_norm() -> int:
-    """The address of void(int64 *words)."""
+def compile_norm(half: int, half_weight: int) -> int:
+    """The address of void(int64 *words). half, half_weight: x and out, and the weight, are bfloat16."""
+    size = 2 if half else 4
 
     def norm(params: int) -> None:
         row = take(params + ITEM * 8) * ROWS_A_TIME
         while row < word(params, ROWS):
             for r in range(row, min(row + ROWS_A_TIME, word(params, ROWS))):
                 x = word(params, X) + r * word(params, X_ROW)
-                out = word(params, OUT) + r * word(params, WIDTH) * 4
-                _normalise(x, word(params, WEIGHT), out, word(params, WIDTH), real(word(params, EPS)))
+                out = word(params, OUT) + r * word(params, WIDTH) * size
+                eps = real(word(params, EPS))
+                _normalise(half, half_weight, x, word(params, WEIGHT), out, word(params, WIDTH), eps)
             row = take(params + ITEM * 8) * ROWS_A_TIME
 
-    return c_function(norm)
+    return c_function(norm, half, half_weight)
 
 
-def compile_rope_write() -> int:
-    """The address of void(int64 *words)."""
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _turn(typing: Any, half: Any, first: Any, second: Any, cos: Any, sin: Any) -> Any:
+    """Rotates 16 pairs in place: numbers at `first`, and those they pair with at `second`."""
+    bf16 = bool(number(half))
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        v = Lanes(b)
+        x, y, c, s = (v.load(address, bf16) for address in args[1:])
+
+        def product(left: Any, right: Any) -> Any:
+            # Without a fused product: the form in torch rounds it, in float32 too.
+            return v.rounded(b.fmul(left, right)) if bf16 else b.fmul(left, right)
+
+        v.store(b.fsub(product(x, c), product(y, s)), args[1], bf16)
+        v.store(b.fadd(product(y, c), product(x, s)), args[2], bf16)
+        return context.get_dummy_value()
+
+    return types.void(half, *[types.int64] * 4), emit
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _move(typing: Any, count: Any, half: Any, source: Any, target: Any) -> Any:
+    """Copies `count` neighbouring numbers."""
+    kind = ir.VectorType(_I16 if number(half) else ir.IntType(32), number(count))
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        v = Lanes(b)
+        value = b.load(v.pointer(args[2], kind), align=2)
+        b.store(value, v.pointer(args[3], kind), align=2)
+        return context.get_dummy_value()
+
+    return types.void(count, half, types.int64, types.int64), emit
+
+
+def _write(half: int) -> Any:
+    size = 2 if half else 4
+
+    def write(params: int, token: int, keys: int) -> None:
+        """Puts a token's keys and the values behind them into its block."""
+        dims = word(params, HEAD_DIM)
+        values = keys + word(params, KV_HEADS) * dims * size
+        block = word(params, LAYER) + word(word(params, BLOCKS), token) * word(params, BLOCK_BYTES)
+        offset = word(word(params, OFFSETS), token)
+        for head in range(word(params, KV_HEADS)):
+            place = block + head * word(params, HEAD_BYTES)
+            mine = head * dims * size
+            for i in range(dims):
+                _move(1, half, keys + mine + i * size, place + (i * 16 + offset) * size)
+            place += word(params, VALUES) + offset * dims * size
+            for i in range(0, dims, LANES):
+                _move(LANES, half, values + mine + i * size, place + i * size)
+
+    return inner(write, half)
+
+
+def compile_rope_write(half: int, half_norm: int) -> int:
+    """The address of void(int64 *words). half: numbers are bfloat16; half_norm: the norm's weights are."""
+    size, norm_size = 2 if half else 4, 2 if half_norm else 4
+    write = _write(half)
 
     def rope_write(params: int) -> None:
-        half, dims = word(params, HALF), word(params, HEAD_DIM)
+        pairs, dims = word(params, PAIRS), word(params, HEAD_DIM)
         token = take(params + ITEM * 8)
         while token < word(params, ROWS):
             row = word(params, X) + token * word(params, X_ROW)
-            cos = word(params, COS) + token * half * 4
-            sin = word(params, SIN) + token * half * 4
-            block = word(params, LAYER) + word(word(params, BLOCKS), token) * word(params, BLOCK_BYTES)
-            offset = word(word(params, OFFSETS), token)
+            cos = word(params, COS) + token * pairs * size
+            sin = word(params, SIN) + token * pairs * size
             for head in range(word(params, HEADS) + word(params, KV_HEADS)):
-                at = row + head * dims * 4
-                for i in range(half):
-                    first, second = get(at + i * 4), get(at + (i + half) * 4)
-                    c, s = get(cos + i * 4), get(sin + i * 4)
-                    put(at + i * 4, first * c - second * s)
-                    put(at + (i + half) * 4, second * c + first * s)
-            keys = row + word(params, HEADS) * dims * 4
-            values = keys + word(params, KV_HEADS) * dims * 4
-            for head in range(word(params, KV_HEADS)):
-                place = block + head * word(params, HEAD_BYTES)
-                for i in range(dims):
-                    put(place + (i * 16 + offset) * 4, get(keys + (head * dims + i) * 4))
-                place += word(params, VALUES) + offset * dims * 4
-                for i in range(dims):
-                    put(place + i * 4, get(values + (head * dims + i) * 4))
+                first = row + head * dims * size
+                second = first + pairs * size
+                if word(params, NORM) != 0:
+                    weight = word(params, NORM) + head * dims * norm_size
+                    _normalise(half, half_norm, first, weight, first, dims, real(word(params, NORM_EPS)))
+                for i in range(0, pairs * size, LANES * size):
+                    _turn(half, first + i, second + i, cos + i, sin + i)
+            write(params, token, row + word(params, HEADS) * dims * size)
             token = take(params + ITEM * 8)
 
-    return c_function(rope_write)
+    return c_function(rope_write, half, half_norm)

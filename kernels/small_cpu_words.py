@@ -11,7 +11,7 @@ ROWS_A_TIME = 4
 # int64 each. The first is counted up by threads and lies 64 bytes or more, and so a cache line, apart from
 # what all threads only read.
 ITEM = 0
-# Of both: rows, and the address of float32 x with its bytes from row to row.
+# Of both: rows, and the address of x with its bytes from row to row.
 ROWS, X, X_ROW = 8, 9, 10
 # Of the norm.
 OUT, WIDTH, WEIGHT, EPS = range(11, 15)
@@ -19,7 +19,7 @@ OUT, WIDTH, WEIGHT, EPS = range(11, 15)
 (
     COS,  # [rows, half]
     SIN,
-    HALF,  # how many pairs of a head are rotated
+    PAIRS,  # how many of a head are rotated
     HEADS,
     KV_HEADS,
     HEAD_DIM,
@@ -29,4 +29,6 @@ OUT, WIDTH, WEIGHT, EPS = range(11, 15)
     HEAD_BYTES,
     BLOCKS,  # int64 [rows]
     OFFSETS,
-) = range(11, 23)
+    NORM,  # weights [HEADS + KV_HEADS, HEAD_DIM] of a norm before heads turn, 0 for none
+    NORM_EPS,
+) = range(11, 25)

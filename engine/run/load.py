@@ -35,6 +35,7 @@ from pagemill.engine.weights.load import (
     open_checkpoint,
     weights_digest,
 )
+from pagemill.kernels import cpu_threads
 
 # What of a generation_config may stand in for a parameter that a request leaves open.
 GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -85,6 +86,8 @@ def _on_cpu(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) ->
     storage = KVStorage(memory.num_blocks, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, CPU)
     info = _info(config, checkpoint, tokenizer, memory, dtype, CPU)
     runner = ModelRunner(model, storage, Sampler(info.eos_token_ids), config.shared_prefix_attention)
+    # Steps may come from another thread than this one, with a team of its own.
+    cpu_threads.dismiss()
     return LoadedModel(runner, tokenizer, info, config.max_num_tokens, config.max_num_seqs)
 
 

@@ -3,9 +3,12 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from pagemill.kernels import cpu_threads
 
@@ -43,6 +46,40 @@ def test_python_threads_do_where_openmp_is_unknown() -> None:
 
 def test_the_pool_of_torch_is_found() -> None:
     assert cpu_threads.openmp() is not None
+
+
+def team_sizes() -> list[int]:
+    """How many threads the process has: before a thread has computed, after, and after its team was dismissed."""
+    found: list[int] = []
+
+    def count() -> None:
+        found.append(len(list(Path("/proc/self/task").iterdir())))
+
+    def compute() -> None:
+        torch.set_num_threads(3)
+        count()
+        assert len(visitors(cpu_threads.run, 3)[0]) == 3
+        count()
+        cpu_threads.dismiss()
+        for _ in range(100):  # a thread that was told to end takes a moment
+            if len(list(Path("/proc/self/task").iterdir())) == found[0]:
+                break
+            time.sleep(0.05)
+        count()
+        # And they come again when they are needed.
+        assert len(visitors(cpu_threads.run, 3)[0]) == 3
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_a_thread_that_has_computed_can_let_its_team_go() -> None:
+    before, computing, after = team_sizes()
+    assert computing == before + 2
+    assert after == before
 
 
 def test_without_numba_the_reason_is_that_it_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
