@@ -20,6 +20,7 @@ from torch import Tensor
 from pagemill.kernels import attention_cpu_words as words
 from pagemill.kernels import cpu_threads
 from pagemill.kernels.attention_cpu_items import NO_WINDOW, Int64s, Shape, plan_items
+from pagemill.kernels.cache_write import BLOCK_SIZE
 from pagemill.kernels.packed_rows import PackedRows
 
 LOG2E = 1.4426950408889634
@@ -71,18 +72,22 @@ def paged_attention(
     out = torch.empty(query.shape, dtype=query.dtype)
     _point(plan.words, query, out, layer)
     _set_scores(plan.words, scale, softcap)
-    half = layer.dtype == torch.bfloat16
-    code = _code(words.small_rows(shape.group), half)
+    code = _code(words.small_rows(shape.group), query.dtype, layer.dtype)
     cpu_threads.run(code, plan.address, min(threads, len(plan.items)))
     return out
 
 
 @cache
-def _code(small_rows: int, half: bool) -> int:
+def _code(small_rows: int, query: torch.dtype, layer: torch.dtype) -> int:
     # Here and not above: numba may be missing, and whoever asks nothing of it should not wait for it.
+    from pagemill.kernels import cpu_vector
     from pagemill.kernels.attention_cpu_kernel import compile_attention
 
-    return compile_attention(small_rows, int(half))
+    kind = words.FLOAT32
+    if layer == torch.bfloat16:
+        pairs = query == torch.bfloat16 and cpu_vector.multiplies_bf16()
+        kind = words.PAIRS if pairs else words.WIDENED
+    return compile_attention(small_rows, kind)
 
 
 def _plan(rows: PackedRows, shape: Shape, window: int | None, threads: int) -> Plan:
@@ -94,8 +99,9 @@ def _plan(rows: PackedRows, shape: Shape, window: int | None, threads: int) -> P
     block[words.SCORES] = 2 * row_bytes
     block[words.TOTALS] = 2 * row_bytes + scratch_rows * words.SCORE_BYTES
     block[words.MAXIMA] = block[words.TOTALS] + scratch_rows * words.LINE
+    block[words.PACKED] = _lines(int(block[words.MAXIMA]) + scratch_rows * 4)
     # A line between the scratch of two threads, and all of them at the start of a line.
-    size = -(-int(block[words.MAXIMA] + scratch_rows * 4) // words.LINE) * words.LINE + words.LINE
+    size = _lines(int(block[words.PACKED]) + words.WIDE * shape.head_dim * BLOCK_SIZE * 2) + words.LINE
     scratch = torch.empty(threads * size + words.LINE, dtype=torch.uint8)
     block[words.SCRATCH] = -(-scratch.data_ptr() // words.LINE) * words.LINE
     block[words.SCRATCH_BYTES] = size
@@ -104,6 +110,11 @@ def _plan(rows: PackedRows, shape: Shape, window: int | None, threads: int) -> P
     block[words.GROUP], block[words.HEAD_DIM] = shape.group, shape.head_dim
     block[words.WINDOW] = window or NO_WINDOW
     return Plan(block, block.ctypes.data, items, tiles, tables, scratch)
+
+
+def _lines(size: int) -> int:
+    """Bytes of whole cache lines."""
+    return -(-size // words.LINE) * words.LINE
 
 
 def flat_tables(rows: PackedRows) -> npt.NDArray[np.int32]:

@@ -46,6 +46,8 @@ from pagemill.kernels.attention_cpu_words import (
     OUT,
     OUT_HEAD,
     OUT_TOKEN,
+    PACKED,
+    PAIRS,
     QUERY,
     QUERY_HEAD,
     QUERY_TOKEN,
@@ -70,12 +72,14 @@ from pagemill.kernels.attention_cpu_words import (
     TILE_WORDS,
     TOTALS,
     VALUES,
+    WIDE,
     WINDOW,
 )
 from pagemill.kernels.cpu_compile import c_function, inner
 from pagemill.kernels.cpu_vector import LANES, get, put, real, take, word, word32
 
 cap, exp2, exponentiate, fill = vectors.cap, vectors.exp2, vectors.exponentiate, vectors.fill
+pack_keys, pack_values = vectors.pack_keys, vectors.pack_values
 mask, scale, score, total, weigh = vectors.mask, vectors.scale, vectors.score, vectors.total, vectors.weigh
 
 
@@ -110,8 +114,8 @@ def _past(tile: int) -> Any:
 
 
 @inner
-def _begin(params: int, mine: int, item: int, tile: int) -> None:
-    """Loads and scales a tile's queries, and clears what is summed."""
+def _begin(params: int, mine: int, item: int, tile: int, pairs: int) -> None:
+    """Loads and scales a tile's queries, and clears what is summed. pairs: queries stay as they are."""
     tokens, group, dims = word(tile, TILE_TOKENS), word(params, GROUP), word(params, HEAD_DIM)
     factor = real(word(params, SCALE))
     rows = tokens * group
@@ -123,7 +127,9 @@ def _begin(params: int, mine: int, item: int, tile: int) -> None:
         for t in range(tokens):
             for g in range(group):
                 at = source + t * word(params, QUERY_TOKEN) + g * word(params, QUERY_HEAD)
-                if word(params, HALF) != 0:
+                if pairs != 0:
+                    scale(1, 1, at, target, dims // LANES, np.float32(1))
+                elif word(params, HALF) != 0:
                     scale(1, 0, at, target, dims // LANES, factor)
                 else:
                     scale(0, 0, at, target, dims // LANES, factor)
@@ -134,38 +140,41 @@ def _begin(params: int, mine: int, item: int, tile: int) -> None:
             put(mine + word(params, MAXIMA) + r * 4, np.float32(-np.inf))
 
 
-@inner
-def _soften_row(params: int, mine: int, row: int, first: int, last: int, blocks: int) -> None:
-    """Turns one row's scores of a split into weights; keys outside [first, last) get none."""
-    scores = mine + word(params, SCORES) + row * SCORE_BYTES
-    if first >= last:
-        fill(scores, blocks, np.float32(0))
-        return
-    softcap = real(word(params, SOFTCAP))
-    if softcap != 0:
-        cap(scores, blocks, softcap)
-    mask(scores, first, last, blocks)
-    top = mine + word(params, MAXIMA) + row * 4
-    old = get(top)
-    new = exponentiate(scores, blocks, old, mine + word(params, TOTALS) + row * LINE)
-    put(top, new)
-    if new != old:
-        dims = word(params, HEAD_DIM)
-        sums = mine + word(params, SUMS) + row * dims * 4
-        scale(0, 0, sums, sums, dims // LANES, exp2(old - new))
+@cache
+def _soften(kind: int) -> Any:
+    def soften_row(params: int, mine: int, row: int, first: int, last: int, blocks: int) -> None:
+        """Turns one row's scores of a split into weights; keys outside [first, last) get none."""
+        scores = mine + word(params, SCORES) + row * SCORE_BYTES
+        if first >= last:
+            fill(scores, blocks, np.float32(0))
+            return
+        softcap = real(word(params, SOFTCAP))
+        if softcap != 0:
+            cap(scores, blocks, softcap)
+        mask(scores, first, last, blocks)
+        top = mine + word(params, MAXIMA) + row * 4
+        old = get(top)
+        new = exponentiate(kind, scores, blocks, old, mine + word(params, TOTALS) + row * LINE)
+        put(top, new)
+        if new != old:
+            dims = word(params, HEAD_DIM)
+            sums = mine + word(params, SUMS) + row * dims * 4
+            scale(0, 0, sums, sums, dims // LANES, exp2(old - new))
 
+    one = inner(soften_row, kind)
 
-@inner
-def _soften(params: int, mine: int, item: int, tile: int, begin: int, end: int) -> None:
-    """All rows of a tile over the split of blocks [begin, end)."""
-    group, position = word(params, GROUP), word(tile, TILE_POSITION)
-    for head in range(word(item, ITEM_HEADS)):
-        row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
-        for r in range(word(tile, TILE_TOKENS) * group):
-            key = position + r // group
-            first = max(begin * 16, key - word(params, WINDOW) + 1) - begin * 16
-            last = min(end * 16, key + 1) - begin * 16
-            _soften_row(params, mine, row + r, first, last, end - begin)
+    def soften(params: int, mine: int, item: int, tile: int, begin: int, end: int) -> None:
+        """All rows of a tile over the split of blocks [begin, end)."""
+        group, position = word(params, GROUP), word(tile, TILE_POSITION)
+        for head in range(word(item, ITEM_HEADS)):
+            row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
+            for r in range(word(tile, TILE_TOKENS) * group):
+                key = position + r // group
+                first = max(begin * 16, key - word(params, WINDOW) + 1) - begin * 16
+                last = min(end * 16, key + 1) - begin * 16
+                one(params, mine, row + r, first, last, end - begin)
+
+    return inner(soften, kind)
 
 
 @inner
@@ -209,11 +218,86 @@ def _past_row(params: int, tile: int, block: int, all_rows: int) -> Any:
 # that it is fetched meanwhile: with blocks all over memory the processor cannot guess it. Of each head only
 # those rows are computed that see something of the block, rounded to whole register tiles; or `all_rows` of
 # them, those of all tiles of an item, over blocks that they share. A row that does not see such a block
-# has no weight on it, and adding zero times a value changes nothing.
+# has no weight on it, and adding zero times a value changes nothing. Numbers that are multiplied in pairs are
+# put together once for all register tiles of a head, where there are several.
+
+
+@inner
+def _ahead(params: int, item: int, tile: int, block: int, end: int, head: int, follow: int) -> Any:
+    """What comes after the keys of a head in a block: the next head's; those of the first head of the block
+    so many further on that the pass comes to it next; or `follow`."""
+    if head + 1 < word(item, ITEM_HEADS):
+        return _keys(params, item, tile, block) + (head + 1) * word(params, HEAD_BYTES)
+    if block + WIDE < end:
+        return _keys(params, item, tile, block + WIDE)
+    return follow
+
+
+@inner
+def _four(params: int, item: int, tile: int, block: int, shift: int) -> Any:
+    """Addresses `shift` bytes into four blocks."""
+    return (
+        _keys(params, item, tile, block) + shift,
+        _keys(params, item, tile, block + 1) + shift,
+        _keys(params, item, tile, block + 2) + shift,
+        _keys(params, item, tile, block + 3) + shift,
+    )
 
 
 @cache
-def _score_pass(m: int, bf16: int) -> Any:
+def _score_pass(m: int, kind: int) -> Any:
+    def one_block(
+        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int, follow: int,
+        scores: int,
+    ) -> None:  # fmt: skip
+        dims = word(params, HEAD_DIM)
+        row_bytes, packed, factor = dims * 4, mine + word(params, PACKED), real(word(params, SCALE))
+        for head in range(word(item, ITEM_HEADS)):
+            keys = _keys(params, item, tile, block) + head * word(params, HEAD_BYTES)
+            ahead = _ahead(params, item, tile, block, end, head, follow)
+            row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
+            if kind == PAIRS and past - first > m:
+                pack_keys(dims, keys, ahead, packed)
+                for r in range(row + first, row + past, m):
+                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
+                    score(m, kind, 1, 1, dims, query, row_bytes, (packed,), (packed,), factor, to)
+            else:
+                for r in range(row + first, row + past, m):
+                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
+                    score(m, kind, 0, 1, dims, query, row_bytes, (keys,), (ahead,), factor, to)
+
+    def four_blocks(
+        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int, follow: int,
+        scores: int,
+    ) -> None:  # fmt: skip
+        dims = word(params, HEAD_DIM)
+        row_bytes, packed, factor = dims * 4, mine + word(params, PACKED), real(word(params, SCALE))
+        size = dims * LINE // 2
+        for head in range(word(item, ITEM_HEADS)):
+            keys = _four(params, item, tile, block, head * word(params, HEAD_BYTES))
+            if head + 1 < word(item, ITEM_HEADS):
+                ahead = _four(params, item, tile, block, (head + 1) * word(params, HEAD_BYTES))
+            elif block + 2 * WIDE <= end:
+                ahead = _four(params, item, tile, block + WIDE, 0)
+            else:
+                after = _ahead(params, item, tile, block, end, head, follow)
+                ahead = (after, after, after, after)
+            row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
+            if kind == PAIRS and past - first > m:
+                pairs = (packed, packed + size, packed + 2 * size, packed + 3 * size)
+                for i in range(WIDE):
+                    pack_keys(dims, keys[i], ahead[i], pairs[i])
+                for r in range(row + first, row + past, m):
+                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
+                    score(m, kind, 1, WIDE, dims, query, row_bytes, pairs, pairs, factor, to)
+            else:
+                for r in range(row + first, row + past, m):
+                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
+                    score(m, kind, 0, WIDE, dims, query, row_bytes, keys, ahead, factor, to)
+
+    one, four = inner(one_block, m, kind), inner(four_blocks, m, kind)
+    wide = vectors.holds_many_sums()
+
     def score_pass(
         params: int,
         mine: int,
@@ -225,33 +309,28 @@ def _score_pass(m: int, bf16: int) -> Any:
         end: int,
         follow: int,
     ) -> None:
-        dims, heads = word(params, HEAD_DIM), word(item, ITEM_HEADS)
-        row_bytes = dims * 4
-        for block in range(begin, end):
-            first = _first_row(params, tile, block, all_rows, m)
-            past = _past_row(params, tile, block, all_rows)
-            at = _keys(params, item, tile, block)
+        block = begin
+        while block < end:
             scores = mine + word(params, SCORES) + (block - origin) * LINE
-            for head in range(heads):
-                if head + 1 < heads:
-                    ahead = at + word(params, HEAD_BYTES)
-                elif block + 1 < end:
-                    ahead = _keys(params, item, tile, block + 1)
-                else:
-                    ahead = follow
-                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
-                for r in range(row + first, row + past, m):
-                    query = mine + r * row_bytes
-                    score(m, bf16, dims, query, row_bytes, at, ahead, scores + r * SCORE_BYTES)
-                at = ahead
+            first = _first_row(params, tile, block, all_rows, m)
+            if wide and block + WIDE <= end:
+                past = _past_row(params, tile, block + WIDE - 1, all_rows)
+                four(params, mine, item, tile, block, first, past, end, follow, scores)
+                block += WIDE
+            else:
+                past = _past_row(params, tile, block, all_rows)
+                one(params, mine, item, tile, block, first, past, end, follow, scores)
+                block += 1
 
-    return inner(score_pass, m, bf16)
+    return inner(score_pass, m, kind)
 
 
 @cache
-def _weigh_pass(m: int, bf16: int) -> Any:
-    # Few rows take two vectors of values at once, to keep as many sums going as many rows do.
-    width = 2 if m <= TILE_ROWS // 2 else 1
+def _weigh_pass(m: int, kind: int) -> Any:
+    # Few rows take several vectors of values at once, to keep as many sums going as many rows do.
+    width = 4 if vectors.holds_many_sums() else 2 if m <= TILE_ROWS // 2 else 1
+    # Blocks whose values are put in pairs together, and how wide a block's weights are.
+    most, block_weights = (WIDE, LINE // 2) if kind == PAIRS else (1, LINE)
 
     def weigh_pass(
         params: int,
@@ -265,29 +344,51 @@ def _weigh_pass(m: int, bf16: int) -> Any:
         follow: int,
     ) -> None:
         dims, heads, values = word(params, HEAD_DIM), word(item, ITEM_HEADS), word(params, VALUES)
-        evenly = dims // (LANES * width) * width
-        for block in range(begin, end):
+        whole, packed = dims // LANES, mine + word(params, PACKED)
+        evenly = whole // width * width
+        block = begin
+        while block < end:
             first = _first_row(params, tile, block, all_rows, m)
-            past = _past_row(params, tile, block, all_rows)
-            count = min(16, word(tile, TILE_LENGTH) - block * 16)
-            at = _keys(params, item, tile, block) + values
+            blocks = min(most, end - block)
+            past = _past_row(params, tile, block + blocks - 1, all_rows)
+            several = kind == PAIRS and past - first > m
+            if not several:
+                blocks = 1
+                past = _past_row(params, tile, block, all_rows)
+            count = min(16 * blocks, word(tile, TILE_LENGTH) - block * 16)
             for head in range(heads):
+                shift = head * word(params, HEAD_BYTES) + values
+                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
+                at = _keys(params, item, tile, block) + shift
+                if several:
+                    for i in range(blocks):
+                        at = _keys(params, item, tile, block + i) + shift
+                        ahead = at
+                        if i + 1 < blocks:
+                            ahead = _keys(params, item, tile, block + i + 1) + shift
+                        part = packed + i * dims * LINE // 2
+                        pack_values(dims, min(16, count - 16 * i), at, ahead, part)
                 if head + 1 < heads:
                     ahead = at + word(params, HEAD_BYTES)
                 elif block + 1 < end:
                     ahead = _keys(params, item, tile, block + 1) + values
                 else:
                     ahead = follow
-                row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
                 for r in range(row + first, row + past, m):
-                    weights = mine + word(params, SCORES) + r * SCORE_BYTES + (block - origin) * LINE
+                    weights = mine + word(params, SCORES) + r * SCORE_BYTES
+                    weights += (block - origin) * block_weights
                     sums = mine + word(params, SUMS) + r * dims * 4
-                    weigh(m, bf16, width, 0, evenly, dims, count, weights, at, ahead, sums)
-                    if width == 2:
-                        weigh(m, bf16, 1, evenly, dims // LANES, dims, count, weights, at, ahead, sums)
-                at = ahead
+                    if several:
+                        weigh(m, kind, 1, width, 0, evenly, dims, count, weights, packed, ahead, sums)
+                        if width != 1:
+                            weigh(m, kind, 1, 1, evenly, whole, dims, count, weights, packed, ahead, sums)
+                    else:
+                        weigh(m, kind, 0, width, 0, evenly, dims, count, weights, at, ahead, sums)
+                        if width != 1:
+                            weigh(m, kind, 0, 1, evenly, whole, dims, count, weights, at, ahead, sums)
+            block += blocks
 
-    return inner(weigh_pass, m, bf16)
+    return inner(weigh_pass, m, kind)
 
 
 @inner
@@ -304,13 +405,14 @@ def _own_keys(params: int, item: int, number: int, block: int) -> Any:
     return _keys(params, item, tile, min(block, _past(tile) - 1))
 
 
-def _together(m: int, bf16: int) -> Any:
+def _together(m: int, kind: int) -> Any:
     """A function that computes the splits which begin within the common blocks of an item's tiles.
 
     Of the last of these splits each tile has blocks of its own as well; its one token takes tiles of m rows.
     """
-    score_all, weigh_all = _score_pass(TILE_ROWS, bf16), _weigh_pass(TILE_ROWS, bf16)
-    score_own, weigh_own = _score_pass(m, bf16), _weigh_pass(m, bf16)
+    score_all, weigh_all = _score_pass(TILE_ROWS, kind), _weigh_pass(TILE_ROWS, kind)
+    score_own, weigh_own = _score_pass(m, kind), _weigh_pass(m, kind)
+    soften = _soften(kind)
 
     def together(params: int, mine: int, item: int) -> None:
         lead, tiles, rows = _tile(params, item, 0), word(item, ITEM_TILES), word(item, ITEM_ROWS)
@@ -327,7 +429,7 @@ def _together(m: int, bf16: int) -> Any:
                 past = min(end, _past(tile))
                 follow = _own_keys(params, item, i + 1, shared)
                 score_own(params, mine, item, tile, 0, begin, shared, past, follow)
-                _soften(params, mine, item, tile, begin, past)
+                soften(params, mine, item, tile, begin, past)
             follow = _own_keys(params, item, 0, shared)
             if shared < end:
                 follow += values
@@ -338,12 +440,12 @@ def _together(m: int, bf16: int) -> Any:
                 weigh_own(params, mine, item, tile, 0, begin, shared, min(end, _past(tile)), follow)
             begin = end
 
-    return inner(together, m, bf16)
+    return inner(together, m, kind)
 
 
-def _rest(m: int, bf16: int) -> Any:
+def _rest(m: int, kind: int) -> Any:
     """A function that computes one tile's splits from `begin` on with register tiles of m rows."""
-    score_own, weigh_own = _score_pass(m, bf16), _weigh_pass(m, bf16)
+    score_own, weigh_own, soften = _score_pass(m, kind), _weigh_pass(m, kind), _soften(kind)
 
     def rest(params: int, mine: int, item: int, tile: int, begin: int, follow: int) -> None:
         past = _past(tile)
@@ -351,20 +453,24 @@ def _rest(m: int, bf16: int) -> Any:
             end = min(past, _split_end(begin))
             values = _keys(params, item, tile, begin) + word(params, VALUES)
             score_own(params, mine, item, tile, 0, begin, begin, end, values)
-            _soften(params, mine, item, tile, begin, end)
+            soften(params, mine, item, tile, begin, end)
             after = follow
             if end < past:
                 after = _keys(params, item, tile, end)
             weigh_own(params, mine, item, tile, 0, begin, begin, end, after)
             begin = end
 
-    return inner(rest, m, bf16)
+    return inner(rest, m, kind)
 
 
-def compile_attention(rows: int, bf16: int) -> int:
-    """Machine code for one token's `rows` rows a register tile; the address of void(int64 *words)."""
-    together, small = _together(rows, bf16), _rest(rows, bf16)
-    large = small if rows == TILE_ROWS else _rest(TILE_ROWS, bf16)
+def compile_attention(rows: int, kind: int) -> int:
+    """Machine code for one token's `rows` rows a register tile; the address of void(int64 *words).
+
+    kind: FLOAT32, WIDENED or PAIRS, which is for queries in bfloat16 too.
+    """
+    together, small = _together(rows, kind), _rest(rows, kind)
+    large = small if rows == TILE_ROWS else _rest(TILE_ROWS, kind)
+    pairs = int(kind == PAIRS)
 
     def attend(params: int) -> None:
         mine = word(params, SCRATCH) + take(params + THREAD * 8) * word(params, SCRATCH_BYTES)
@@ -377,7 +483,7 @@ def compile_attention(rows: int, bf16: int) -> int:
             after = word(params, ITEM_LIST) + min(following, last) * (ITEM_WORDS * 8)
             tiles = word(item, ITEM_TILES)
             for i in range(tiles):
-                _begin(params, mine, item, _tile(params, item, i))
+                _begin(params, mine, item, _tile(params, item, i), pairs)
             done = 0
             if word(item, ITEM_COMMON) != 0:
                 together(params, mine, item)
@@ -396,4 +502,4 @@ def compile_attention(rows: int, bf16: int) -> int:
                 _finish(params, mine, item, tile)
             number = following
 
-    return c_function(attend, rows, bf16)
+    return c_function(attend, rows, kind)

@@ -10,54 +10,159 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.attention_cpu_words import LINE, SCORE_BYTES
+from pagemill.kernels.attention_cpu_words import FLOAT32, LINE, PAIRS, SCORE_BYTES, WIDENED
 from pagemill.kernels.cpu_vector import LANES, Lanes, number
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 
+def holds_many_sums() -> bool:
+    """Whether registers hold the sums of a register tile with several blocks of keys at once."""
+    return bool(binding.get_host_cpu_features().get("avx512f", False))
+
+
+class _Keys:
+    """How keys [dims, 16] meet a query's numbers, one dimension a step or two of bfloat16.
+
+    packed: the pairs of `pack_keys`; then nothing is fetched ahead, which that has done.
+    """
+
+    def __init__(self, v: Lanes, kind: int, packed: bool) -> None:
+        self.v, self.kind, self.packed = v, kind, packed
+        self.together = 2 if kind == PAIRS else 1
+        size = 4 if kind == FLOAT32 else 2
+        self.step = LANES * size * self.together  # bytes of keys
+        self.query_step = size * self.together if kind == PAIRS else 4  # and of a query
+        self.steps_a_line = max(1, LINE // self.step)
+
+    def line(self, at: Any) -> Any:
+        if self.kind != PAIRS:
+            return self.v.load(at, self.kind == WIDENED)
+        return self.v.load_pairs(at) if self.packed else self.v.interleave(at, self.v.at(at, LANES * 2))
+
+    def factor(self, at: Any) -> Any:
+        """A query's numbers at an address, for all lanes."""
+        return self.v.splat_pair(at) if self.kind == PAIRS else self.v.splat(self.v.load_scalar(at))
+
+    def add(self, sum_: Any, line: Any, factor: Any) -> Any:
+        return self.v.dot(sum_, factor, line) if self.kind == PAIRS else self.v.fma(factor, line, sum_)
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def score(
-    typing: Any, rows: Any, bf16: Any, dims: Any, query: Any, stride: Any, keys: Any, ahead: Any, scores: Any
+    typing: Any,
+    rows: Any,
+    kind: Any,
+    packed: Any,
+    blocks: Any,
+    dims: Any,
+    query: Any,
+    stride: Any,
+    keys: Any,
+    ahead: Any,
+    factor: Any,
+    scores: Any,
 ) -> Any:
-    """scores[rows, 16] = query[rows, dims] @ keys[dims, 16]; brings the block at `ahead` nearer meanwhile."""
-    count, half = number(rows), bool(number(bf16))
-    size = 2 if half else 4
+    """scores[rows, 16 * blocks] = query[rows, dims] @ keys[dims, 16] of each block, and brings others nearer.
+
+    keys, ahead: tuples of addresses, of at least so many blocks. Queries in pairs are as they came, and
+    scores are multiplied by `factor`; others were before.
+    """
+    count, chosen, ready, wide = number(rows), number(kind), bool(number(packed)), number(blocks)
     unroll = 2
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        dims, query, stride, keys, ahead, scores = args[2:]
+        dims, query, stride, keys, ahead, factor, scores = args[4:]
         v = Lanes(b)
+        unit = _Keys(v, chosen, ready)
+        keys_at, ahead_at = ([b.extract_value(many, i) for i in range(wide)] for many in (keys, ahead))
         rows_at = [b.add(query, b.mul(stride, _I64(i))) for i in range(count)]
-        sums = v.variables([v.const(0.0)] * count)
-        with cgutils.for_range(b, b.udiv(dims, _I64(unroll)), intp=_I64) as loop:
+        sums = [v.variables([v.const(0.0)] * wide) for _ in range(count)]
+        with cgutils.for_range(b, b.udiv(dims, _I64(unroll * unit.together)), intp=_I64) as loop:
             for u in range(unroll):
-                d = b.add(b.mul(loop.index, _I64(unroll)), _I64(u))
-                step = b.mul(d, _I64(LANES * size))
-                if u % (LINE // (LANES * size)) == 0:
-                    v.prefetch(b.add(ahead, step))
-                column = v.load(b.add(keys, step), half)
-                for row, total in zip(rows_at, sums, strict=True):
-                    x = v.splat(v.load_scalar(b.add(row, b.mul(d, _I64(4)))))
-                    b.store(v.fma(x, column, b.load(total)), total)
-        for i, total in enumerate(sums):
-            v.store(b.load(total), v.at(scores, i * SCORE_BYTES))
+                k = b.add(b.mul(loop.index, _I64(unroll)), _I64(u))
+                step = b.mul(k, _I64(unit.step))
+                if not ready and u % unit.steps_a_line == 0:
+                    for at in ahead_at:
+                        v.prefetch(b.add(at, step))
+                lines = [unit.line(b.add(at, step)) for at in keys_at]
+                for row, sums_of_row in zip(rows_at, sums, strict=True):
+                    x = unit.factor(b.add(row, b.mul(k, _I64(unit.query_step))))
+                    for line, total in zip(lines, sums_of_row, strict=True):
+                        b.store(unit.add(b.load(total), line, x), total)
+        for i, sums_of_row in enumerate(sums):
+            for j, total in enumerate(sums_of_row):
+                value = b.load(total)
+                if chosen == PAIRS:
+                    value = b.fmul(value, v.splat(factor))
+                v.store(value, v.at(scores, i * SCORE_BYTES + j * LINE))
         return context.get_dummy_value()
 
-    return types.void(rows, bf16, *[types.int64] * 6), emit
+    integers = [types.int64] * 3
+    signature = types.void(rows, kind, packed, blocks, *integers, keys, ahead, types.float32, types.int64)
+    return signature, emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pack_keys(typing: Any, dims: Any, keys: Any, ahead: Any, target: Any) -> Any:
+    """target [dims / 2, 16] = pairs of neighbouring dimensions of keys [dims, 16] in bfloat16."""
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        dims, keys, ahead, target = args
+        v = Lanes(b)
+        with cgutils.for_range(b, b.udiv(dims, _I64(2)), intp=_I64) as loop:
+            step = b.mul(loop.index, _I64(LINE))
+            v.prefetch(b.add(ahead, step))
+            at = b.add(keys, step)
+            v.store_pairs(v.interleave(at, v.at(at, LINE // 2)), b.add(target, step))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pack_values(typing: Any, dims: Any, count: Any, values: Any, ahead: Any, target: Any) -> Any:
+    """target [ceil(count / 2), dims] = pairs of neighbouring tokens of values[:count, dims] in bfloat16.
+
+    An odd one has zeros beside it: what lies behind a row's end is not read.
+    """
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        dims, count, values, ahead, target = args
+        v = Lanes(b)
+        value_bytes, pair_bytes = b.mul(dims, _I64(2)), b.mul(dims, _I64(4))
+        vectors = b.udiv(dims, _I64(LANES))
+
+        def pack(pair: Any, odd: bool) -> None:
+            offset = b.mul(pair, pair_bytes)
+            with cgutils.for_range(b, vectors, intp=_I64) as loop:
+                low = b.add(b.add(values, offset), b.mul(loop.index, _I64(LINE // 2)))
+                place = b.add(offset, b.mul(loop.index, _I64(LINE)))
+                v.prefetch(b.add(ahead, place))
+                pairs = v.interleave(low, None if odd else b.add(low, value_bytes))
+                v.store_pairs(pairs, b.add(target, place))
+
+        with cgutils.for_range(b, b.udiv(count, _I64(2)), intp=_I64) as loop:
+            pack(loop.index, odd=False)
+        with b.if_then(b.icmp_signed("!=", b.and_(count, _I64(1)), _I64(0))):
+            pack(b.udiv(count, _I64(2)), odd=True)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), emit
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def weigh(
     typing: Any,
     rows: Any,
-    bf16: Any,
+    kind: Any,
+    packed: Any,
     vectors: Any,
     start: Any,
     stop: Any,
@@ -72,14 +177,19 @@ def weigh(
 
     `start` and `stop` count vectors of the `dims` numbers of a value; so many `vectors` are summed at once.
     Values from `count` on are not read: behind a row's end they may be anything, and 0 * NaN is NaN.
+    packed: the values are the pairs of `pack_values`.
     """
-    height, half, width = number(rows), bool(number(bf16)), number(vectors)
-    size = 2 if half else 4
+    height, width, chosen, ready = number(rows), number(vectors), number(kind), bool(number(packed))
+    size = 4 if chosen == FLOAT32 else 2
+    together = 2 if chosen == PAIRS else 1
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        start, stop, dims, count, weights, values, ahead, sums = args[3:]
+        start, stop, dims, count, weights, values, ahead, sums = args[4:]
         v = Lanes(b)
-        row_bytes, value_bytes = b.mul(dims, _I64(4)), b.mul(dims, _I64(size))
+        row_bytes = b.mul(dims, _I64(4))
+        value_bytes = b.mul(dims, _I64(size))
+        # Of a packed pair's vector, and of a value's.
+        vector_bytes = LINE if ready else LANES * size
         with cgutils.for_range_slice(b, start, stop, _I64(width), intp=_I64) as (index, _):
             first = b.add(sums, b.mul(index, _I64(LINE)))
             places = [
@@ -88,23 +198,47 @@ def weigh(
                 for j in range(width)
             ]
             totals = v.variables([v.load(place) for place in places])
-            with cgutils.for_range(b, count, intp=_I64) as loop:
-                offset = b.add(b.mul(index, _I64(LANES * size)), b.mul(value_bytes, loop.index))
-                value, weight = b.add(values, offset), b.add(weights, b.mul(loop.index, _I64(4)))
+
+            def column(at: Any, odd: bool) -> Any:
+                if chosen != PAIRS:
+                    return v.load(at, chosen == WIDENED)
+                if ready:
+                    return v.load_pairs(at)
+                return v.interleave(at, None if odd else b.add(at, value_bytes))
+
+            def step(k: Any, odd: bool = False) -> None:
+                offset = b.add(
+                    b.mul(index, _I64(vector_bytes)), b.mul(b.mul(value_bytes, k), _I64(together))
+                )
+                value = b.add(values, offset)
+                # A pair of weights is as large as one in float32.
+                weight = b.add(weights, b.mul(k, _I64(4)))
                 columns = []
                 for j in range(width):
-                    if j * LANES * size % LINE == 0:
-                        v.prefetch(v.at(b.add(ahead, offset), j * LANES * size))
-                    columns.append(v.load(v.at(value, j * LANES * size), half))
+                    if not ready and j * vector_bytes % LINE == 0:
+                        v.prefetch(v.at(b.add(ahead, offset), j * vector_bytes))
+                        if together == 2:
+                            v.prefetch(b.add(value_bytes, v.at(b.add(ahead, offset), j * vector_bytes)))
+                    columns.append(column(v.at(value, j * vector_bytes), odd))
                 for i in range(height):
-                    x = v.splat(v.load_scalar(v.at(weight, i * SCORE_BYTES)))
-                    for total, column in zip(totals[i * width :], columns, strict=False):
-                        b.store(v.fma(x, column, b.load(total)), total)
+                    at = v.at(weight, i * SCORE_BYTES)
+                    x = v.splat_pair(at) if chosen == PAIRS else v.splat(v.load_scalar(at))
+                    for total, line in zip(totals[i * width :], columns, strict=False):
+                        sum_ = b.load(total)
+                        sum_ = v.dot(sum_, x, line) if chosen == PAIRS else v.fma(x, line, sum_)
+                        b.store(sum_, total)
+
+            steps = b.udiv(b.add(count, _I64(1)), _I64(2)) if ready else b.udiv(count, _I64(together))
+            with cgutils.for_range(b, steps, intp=_I64) as loop:
+                step(loop.index)
+            if chosen == PAIRS and not ready:
+                with b.if_then(b.icmp_signed("!=", b.and_(count, _I64(1)), _I64(0))):
+                    step(b.udiv(count, _I64(2)), odd=True)
             for place, total in zip(places, totals, strict=True):
                 v.store(b.load(total), place)
         return context.get_dummy_value()
 
-    return types.void(rows, bf16, vectors, *[types.int64] * 8), emit
+    return types.void(rows, kind, packed, vectors, *[types.int64] * 8), emit
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -133,15 +267,17 @@ def mask(typing: Any, scores: Any, first: Any, last: Any, blocks: Any) -> Any:
     return types.void(*[types.int64] * 4), emit
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def exponentiate(typing: Any, scores: Any, blocks: Any, old: Any, totals: Any) -> Any:
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def exponentiate(typing: Any, kind: Any, scores: Any, blocks: Any, old: Any, totals: Any) -> Any:
     """scores = 2**(scores - new), new = max(old, all scores), which is returned.
 
-    totals [16] = totals * 2**(old - new) + the sum of what is now in `scores`, lane by lane.
+    totals [16] = totals * 2**(old - new) + the sum of what is now in `scores`, lane by lane. For values in
+    pairs weights become bfloat16, one behind another in the first half of the row, and are summed as such.
     """
+    pairs = number(kind) == PAIRS
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        scores, blocks, old, totals = args
+        scores, blocks, old, totals = args[1:]
         v = Lanes(b)
         (top,) = v.variables([v.splat(old)])
         with cgutils.for_range(b, blocks, intp=_I64) as loop:
@@ -153,13 +289,18 @@ def exponentiate(typing: Any, scores: Any, blocks: Any, old: Any, totals: Any) -
         with cgutils.for_range(b, blocks, intp=_I64) as loop:
             at = b.add(scores, b.mul(loop.index, _I64(LINE)))
             weight = v.exp2(b.fsub(v.load(at), shift))
-            v.store(weight, at)
+            if pairs:
+                narrow = v.narrowed(weight)
+                v.store_pairs(narrow, b.add(scores, b.mul(loop.index, _I64(LINE // 2))))
+                weight = v.widened(narrow)
+            else:
+                v.store(weight, at)
             b.store(b.fadd(b.load(total), weight), total)
         factor = v.exp2(b.fsub(v.splat(old), shift))
         v.store(v.fma(v.load(totals), factor, b.load(total)), totals)
         return new
 
-    return types.float32(types.int64, types.int64, types.float32, types.int64), emit
+    return types.float32(kind, types.int64, types.int64, types.float32, types.int64), emit
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -13,6 +13,12 @@ SPLIT_BLOCKS = 16
 SCORE_BYTES = (SPLIT_BLOCKS + 1) * LINE
 # Rows of a register tile: 6 rows of 16 sums fill 12 of the 16 registers of AVX2.
 TILE_ROWS = 6
+# Blocks of keys that meet a register tile together where there are registers for it: with 32 of 16 numbers
+# each, 24 sums keep multipliers busy that take six cycles for one, and a query's number is read once for all.
+WIDE = 4
+
+# How numbers are multiplied: float32; bfloat16 as float32; bfloat16 in pairs, where a CPU has that.
+FLOAT32, WIDENED, PAIRS = 0, 1, 2
 
 # Words of the parameter block, int64 each. The first two are counted up by threads and so lie on cache
 # lines of their own, apart from what all threads only read.
@@ -44,7 +50,8 @@ ITEM, THREAD = 0, 8
     SCALE,  # float32 in the low half of the word
     SOFTCAP,
     WINDOW,
-) = range(16, 42)
+    PACKED,  # offset into a thread's scratch of one head's keys or values of a block, in pairs
+) = range(16, 43)
 WORDS = 48
 
 # Words of an item: a tile, or several of one token each that share their first blocks.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -43,6 +43,11 @@ def _exp2_coefficients() -> list[float]:
 _EXP2 = _exp2_coefficients()
 
 
+def multiplies_bf16() -> bool:
+    """Whether this CPU multiplies bfloat16 by itself."""
+    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
+
+
 class Lanes:
     """Emits vector code at the builder's place. A value is 16 float32 unless said otherwise."""
 
@@ -68,8 +73,7 @@ class Lanes:
         if not bf16:
             return self.b.load(self.pointer(address, _VF), align=4)
         half = self.b.load(self.pointer(address, ir.VectorType(_I16, LANES)), align=2)
-        wide = self.b.shl(self.b.zext(half, _VI), ir.Constant(_VI, [16] * LANES))
-        return self.b.bitcast(wide, _VF)
+        return self.widened(half)
 
     def store(self, value: Any, address: Any, bf16: bool = False) -> None:
         if not bf16:
@@ -107,6 +111,48 @@ class Lanes:
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         return self.call("fma", a, b, c)
+
+    def dot(self, total: Any, pairs: Any, others: Any) -> Any:
+        """total + the two products of each lane's pair of bfloat16, where a CPU multiplies them (multiplies_bf16).
+
+        Numbers too small for a full exponent count as zero.
+        """
+        # LLVM's own form takes vectors of bfloat16, which llvmlite cannot name; it translates this one.
+        return self._instruction("avx512bf16.dpbf16ps.512", _VF, total, pairs, others)
+
+    def narrowed(self, value: Any) -> Any:
+        """bfloat16's bits, 16 bits each, by the instruction of such a CPU; rounds as `store` does."""
+        return self._instruction("avx512bf16.cvtneps2bf16.512", ir.VectorType(_I16, LANES), value)
+
+    def _instruction(self, name: str, kind: Any, *args: Any) -> Any:
+        signature = ir.FunctionType(kind, [arg.type for arg in args])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, signature, f"llvm.x86.{name}"), args)
+
+    def load_pairs(self, address: Any) -> Any:
+        """16 pairs of bfloat16 that lie together."""
+        return self.b.load(self.pointer(address, _VI), align=2)
+
+    def store_pairs(self, value: Any, address: Any) -> None:
+        """Any vector, as its bits lie."""
+        self.b.store(value, self.pointer(address, value.type), align=2)
+
+    def widened(self, half: Any) -> Any:
+        """float32 of bfloat16's bits, 16 bits each."""
+        return self.b.bitcast(self.b.shl(self.b.zext(half, _VI), self._ints(16)), _VF)
+
+    def interleave(self, low: Any, high: Any | None) -> Any:
+        """Pairs of 16 bfloat16 at `low` and 16 at `high`, or zeros."""
+
+        def load(address: Any) -> Any:
+            half = ir.VectorType(_I16, LANES)
+            return self.b.zext(self.b.load(self.pointer(address, half), align=2), _VI)
+
+        pairs = load(low)
+        return pairs if high is None else self.b.or_(pairs, self.b.shl(load(high), self._ints(16)))
+
+    def splat_pair(self, address: Any) -> Any:
+        """The pair of bfloat16 at an address, in all lanes."""
+        return self.splat(self.b.load(self.pointer(address, _I32), align=2))
 
     def max(self, a: Any, b: Any) -> Any:
         """NaN in one argument gives the other."""

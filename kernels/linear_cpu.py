@@ -119,9 +119,10 @@ def _chain(lines: int) -> int:
 
 @cache
 def _code(dtype: torch.dtype, out: torch.dtype) -> int:
+    from pagemill.kernels import cpu_vector
     from pagemill.kernels import linear_cpu_kernel as kernel
 
     kind = kernel.FLOAT32
     if dtype == torch.bfloat16:
-        kind = kernel.DOTS if kernel.multiplies_bf16() else kernel.PAIRS
+        kind = kernel.DOTS if cpu_vector.multiplies_bf16() else kernel.PAIRS
     return kernel.compile_linear(kind, int(out == torch.bfloat16))

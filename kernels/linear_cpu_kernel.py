@@ -58,11 +58,6 @@ def tile_panels() -> int:
     return MOST_PANELS if binding.get_host_cpu_features().get("avx512f") else 1
 
 
-def multiplies_bf16() -> bool:
-    """Whether this CPU multiplies bfloat16 by itself."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
-
-
 class _Float32:
     """One input of each of 16 outputs a line."""
 
@@ -87,10 +82,10 @@ class _Pairs:
         self.v = v
 
     def weights(self, address: Any) -> Any:
-        return self._halves(self.v.b.load(self.v.pointer(address, _VI), align=4))
+        return self._halves(self.v.load_pairs(address))
 
     def factor(self, place: Any) -> Any:
-        return self._halves(self.v.splat(self.v.b.load(self.v.pointer(place, _I32), align=4)))
+        return self._halves(self.v.splat_pair(place))
 
     def add(self, total: Any, weights: Any, factor: Any) -> Any:
         for one, column in zip(factor, weights, strict=True):
@@ -105,24 +100,19 @@ class _Pairs:
 
 
 class _Dots:
-    """The same by the instruction for it; it takes numbers too small for a full exponent as zero."""
+    """The same by the instruction for it."""
 
     def __init__(self, v: Lanes) -> None:
         self.v = v
 
     def weights(self, address: Any) -> Any:
-        return self.v.b.load(self.v.pointer(address, _VI), align=4)
+        return self.v.load_pairs(address)
 
     def factor(self, place: Any) -> Any:
-        return self.v.splat(self.v.b.load(self.v.pointer(place, _I32), align=4))
+        return self.v.splat_pair(place)
 
     def add(self, total: Any, weights: Any, factor: Any) -> Any:
-        b = self.v.b
-        # LLVM's own words for it take vectors of bfloat16, which llvmlite cannot name; it translates these.
-        dot = cgutils.get_or_insert_function(
-            b.module, ir.FunctionType(_VF, [_VF, _VI, _VI]), "llvm.x86.avx512bf16.dpbf16ps.512"
-        )
-        return b.call(dot, [total, factor, weights])
+        return self.v.dot(total, factor, weights)
 
 
 # Kinds of products, by number: what a variant of the kernel is compiled for.

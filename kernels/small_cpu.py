@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagemill.kernels import cpu_threads
 from pagemill.kernels import small_cpu_words as words
+from pagemill.kernels.cache_write import BLOCK_SIZE
 from pagemill.kernels.cpu_threads import why_not_compiled
 
 
@@ -73,6 +74,9 @@ def rope_write(
     if not tokens:
         return
     size = heads.element_size()
+    threads = torch.get_num_threads()
+    # Neighbours of a chunk share a block, whose keys lie across its cache lines: they are one thread's.
+    together = max(1, min(BLOCK_SIZE, tokens // (4 * threads)))
     block = cpu_threads.words_of(
         *(0,) * words.ROWS,
         tokens,
@@ -92,9 +96,10 @@ def rope_write(
         offsets.data_ptr(),
         0 if norm is None else norm.data_ptr(),
         cpu_threads.float_word(eps),
+        together,
     )
     code = _rope_write(heads.dtype, heads.dtype if norm is None else norm.dtype)
-    cpu_threads.run(code, block, _threads(tokens))
+    cpu_threads.run(code, block, _threads(-(-tokens // together)))
 
 
 def _threads(items: int) -> int:

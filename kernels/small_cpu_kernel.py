@@ -35,6 +35,7 @@ from pagemill.kernels.small_cpu_words import (
     ROWS,
     ROWS_A_TIME,
     SIN,
+    TOGETHER,
     VALUES,
     WEIGHT,
     WIDTH,
@@ -156,22 +157,29 @@ def compile_rope_write(half: int, half_norm: int) -> int:
     size, norm_size = 2 if half else 4, 2 if half_norm else 4
     write = _write(half)
 
-    def rope_write(params: int) -> None:
+    def rotate(params: int, token: int) -> None:
         pairs, dims = word(params, PAIRS), word(params, HEAD_DIM)
-        token = take(params + ITEM * 8)
+        row = word(params, X) + token * word(params, X_ROW)
+        cos = word(params, COS) + token * pairs * size
+        sin = word(params, SIN) + token * pairs * size
+        for head in range(word(params, HEADS) + word(params, KV_HEADS)):
+            first = row + head * dims * size
+            second = first + pairs * size
+            if word(params, NORM) != 0:
+                weight = word(params, NORM) + head * dims * norm_size
+                _normalise(half, half_norm, first, weight, first, dims, real(word(params, NORM_EPS)))
+            for i in range(0, pairs * size, LANES * size):
+                _turn(half, first + i, second + i, cos + i, sin + i)
+        write(params, token, row + word(params, HEADS) * dims * size)
+
+    one = inner(rotate, half, half_norm)
+
+    def rope_write(params: int) -> None:
+        together = word(params, TOGETHER)
+        token = take(params + ITEM * 8) * together
         while token < word(params, ROWS):
-            row = word(params, X) + token * word(params, X_ROW)
-            cos = word(params, COS) + token * pairs * size
-            sin = word(params, SIN) + token * pairs * size
-            for head in range(word(params, HEADS) + word(params, KV_HEADS)):
-                first = row + head * dims * size
-                second = first + pairs * size
-                if word(params, NORM) != 0:
-                    weight = word(params, NORM) + head * dims * norm_size
-                    _normalise(half, half_norm, first, weight, first, dims, real(word(params, NORM_EPS)))
-                for i in range(0, pairs * size, LANES * size):
-                    _turn(half, first + i, second + i, cos + i, sin + i)
-            write(params, token, row + word(params, HEADS) * dims * size)
-            token = take(params + ITEM * 8)
+            for t in range(token, min(token + together, word(params, ROWS))):
+                one(params, t)
+            token = take(params + ITEM * 8) * together
 
     return c_function(rope_write, half, half_norm)

@@ -31,4 +31,5 @@ OUT, WIDTH, WEIGHT, EPS = range(11, 15)
     OFFSETS,
     NORM,  # weights [HEADS + KV_HEADS, HEAD_DIM] of a norm before heads turn, 0 for none
     NORM_EPS,
-) = range(11, 25)
+    TOGETHER,  # tokens that a thread takes at once
+) = range(11, 26)

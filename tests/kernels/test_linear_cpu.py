@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagemill.kernels import linear_cpu, linear_cpu_kernel
+from pagemill.kernels import cpu_vector, linear_cpu
 from pagemill.kernels.linear import GatedLinear, Linear
 
 
@@ -25,9 +25,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(params=["float32", "bfloat16", "bfloat16 widened"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.dtype]:
     if request.param == "bfloat16 widened":
-        if not linear_cpu_kernel.multiplies_bf16():
+        if not cpu_vector.multiplies_bf16():
             pytest.skip("this CPU has no other way")
-        monkeypatch.setattr(linear_cpu_kernel, "multiplies_bf16", lambda: False)
+        monkeypatch.setattr(cpu_vector, "multiplies_bf16", lambda: False)
     linear_cpu._code.cache_clear()
     yield torch.float32 if request.param == "float32" else torch.bfloat16
     linear_cpu._code.cache_clear()
