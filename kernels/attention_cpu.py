@@ -21,6 +21,7 @@ from pagemill.kernels import attention_cpu_words as words
 from pagemill.kernels import cpu_threads
 from pagemill.kernels.attention_cpu_items import NO_WINDOW, Int64s, Shape, plan_items
 from pagemill.kernels.cache_write import BLOCK_SIZE
+from pagemill.kernels.cpu_program import Phase
 from pagemill.kernels.packed_rows import PackedRows
 
 LOG2E = 1.4426950408889634
@@ -66,7 +67,7 @@ def paged_attention(
     _, heads, head_dim = query.shape
     threads = threads or torch.get_num_threads()
     shape = Shape(heads // layer.shape[2], layer.shape[2], head_dim, layer.element_size())
-    plan = rows.once(("cpu", shape, window, threads), lambda: _plan(rows, shape, window, threads))
+    plan = plan_step(rows, shape, window, threads)
     if query.stride(2) != 1:
         query = query.contiguous()
     out = torch.empty(query.shape, dtype=query.dtype)
@@ -75,6 +76,34 @@ def paged_attention(
     code = _code(words.small_rows(shape.group), query.dtype, layer.dtype)
     cpu_threads.run(code, plan.address, min(threads, len(plan.items)))
     return out
+
+
+def plan_step(rows: PackedRows, shape: Shape, window: int | None, threads: int) -> Plan:
+    """How a step is cut, once for all layers with this window; its words know no layer yet."""
+    return rows.once(("cpu", shape, window, threads), lambda: _plan(rows, shape, window, threads))
+
+
+def phase(
+    query: Tensor, layer: Tensor, out: Tensor, scale: float, softcap: float | None, name: str = ""
+) -> Phase:
+    """One layer's attention as a part of a program, whose words want `plan_places` before each run.
+
+    query, out [tokens, heads, head_dim]: of as many tokens as may come.
+    """
+    block = _aligned(words.WORDS)
+    _point(block, query, out, layer)
+    _set_scores(block, scale, softcap)
+    small = words.small_rows(query.shape[1] // layer.shape[2])
+    return Phase(_code(small, query.dtype, layer.dtype), block.tolist(), _fit, name)
+
+
+def plan_places(plan: Plan) -> dict[int, int]:
+    """The words that a step's plan makes; it must outlive the run."""
+    return {place: int(plan.words[place]) for place in words.OF_A_PLAN}
+
+
+def _fit(tokens: int) -> dict[int, int]:
+    return {words.ITEM: 0, words.THREAD: 0}
 
 
 @cache

@@ -223,13 +223,13 @@ def _past_row(params: int, tile: int, block: int, all_rows: int) -> Any:
 
 
 @inner
-def _ahead(params: int, item: int, tile: int, block: int, end: int, head: int, follow: int) -> Any:
-    """What comes after the keys of a head in a block: the next head's; those of the first head of the block
-    so many further on that the pass comes to it next; or `follow`."""
+def _ahead(params: int, item: int, tile: int, block: int, past: int, end: int, head: int, follow: int) -> Any:
+    """What comes after the keys of a head in the blocks [block, past): the next head's, those of the first
+    head in the block that is next, or `follow`."""
     if head + 1 < word(item, ITEM_HEADS):
         return _keys(params, item, tile, block) + (head + 1) * word(params, HEAD_BYTES)
-    if block + WIDE < end:
-        return _keys(params, item, tile, block + WIDE)
+    if past < end:
+        return _keys(params, item, tile, past)
     return follow
 
 
@@ -254,7 +254,7 @@ def _score_pass(m: int, kind: int) -> Any:
         row_bytes, packed, factor = dims * 4, mine + word(params, PACKED), real(word(params, SCALE))
         for head in range(word(item, ITEM_HEADS)):
             keys = _keys(params, item, tile, block) + head * word(params, HEAD_BYTES)
-            ahead = _ahead(params, item, tile, block, end, head, follow)
+            ahead = _ahead(params, item, tile, block, block + 1, end, head, follow)
             row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
             if kind == PAIRS and past - first > m:
                 pack_keys(dims, keys, ahead, packed)
@@ -280,7 +280,7 @@ def _score_pass(m: int, kind: int) -> Any:
             elif block + 2 * WIDE <= end:
                 ahead = _four(params, item, tile, block + WIDE, 0)
             else:
-                after = _ahead(params, item, tile, block, end, head, follow)
+                after = _ahead(params, item, tile, block, block + WIDE, end, head, follow)
                 ahead = (after, after, after, after)
             row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
             if kind == PAIRS and past - first > m:

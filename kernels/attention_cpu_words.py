@@ -53,6 +53,11 @@ ITEM, THREAD = 0, 8
     PACKED,  # offset into a thread's scratch of one head's keys or values of a block, in pairs
 ) = range(16, 43)
 WORDS = 48
+# Those that depend on how a step is cut, and not on a layer's tensors.
+OF_A_PLAN = (
+    ITEMS, ITEM_LIST, TILE_LIST, SCRATCH, SCRATCH_BYTES, SUMS, SCORES, MAXIMA, TOTALS, GROUP, HEAD_DIM, TABLES,
+    WINDOW, PACKED,
+)  # fmt: skip
 
 # Words of an item: a tile, or several of one token each that share their first blocks.
 (

@@ -61,20 +61,26 @@ class InvariantLinear:
         self.out_features, self.in_features = weight.shape
         self._width_padding = -self.in_features % (UNROLL * linear_cpu.INPUTS_OF_A_LINE[weight.dtype])
         padding = -self.out_features % PANEL
-        self._plain = not self._width_padding and not padding
+        self.plain = not self._width_padding and not padding
         self.panels = linear_cpu.pack(F.pad(weight, (0, self._width_padding, 0, padding)))
         self.bias = None if bias is None else F.pad(bias.float(), (0, padding))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> [tokens, out] in x's dtype."""
-        if self._plain and x.dtype == self.panels.dtype:
+        if self.plain and x.dtype == self.panels.dtype:
             return linear_cpu.linear(x, self.panels, self.bias)
         padded = F.pad(x.to(self.panels.dtype), (0, self._width_padding))
         return linear_cpu.linear(padded, self.panels, self.bias)[:, : self.out_features].to(x.dtype)
 
+    def wide(self, x: Tensor) -> Tensor:
+        """The output in float32, as it was summed."""
+        if self.plain and x.dtype == self.panels.dtype:
+            return linear_cpu.linear(x, self.panels, self.bias, torch.float32)
+        return self(x).float()
+
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Adds the layer's output for x to `residual` [tokens, out] in place."""
-        if self._plain and x.dtype == residual.dtype == self.panels.dtype:
+        if self.plain and x.dtype == residual.dtype == self.panels.dtype:
             linear_cpu.linear_add(x, self.panels, self.bias, residual)
         else:
             residual.add_(self(x))
@@ -84,11 +90,20 @@ class InvariantLinear:
         """See MakeDense."""
         if linear_cpu.refusal(gate) is not None:
             return None
-        weight = linear_cpu.pack_pair(gate, up)
-        biases = None
+        return GatedPanels(gate, up, bias)
+
+
+class GatedPanels:
+    """silu(x gate^T) * (x up^T) of two weights whose panels lie in turns; bias [2 * out] the gate's first."""
+
+    def __init__(self, gate: Tensor, up: Tensor, bias: Tensor | None) -> None:
+        self.panels = linear_cpu.pack_pair(gate, up)
+        self.bias: Tensor | None = None
         if bias is not None:
-            biases = torch.stack([half.float().view(-1, PANEL) for half in bias.chunk(2)], 1)
-        return lambda x: linear_cpu.linear_gated(x, weight, biases)
+            self.bias = torch.stack([half.float().view(-1, PANEL) for half in bias.chunk(2)], 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear_cpu.linear_gated(x, self.panels, self.bias)
 
 
 class Linear:
@@ -124,6 +139,13 @@ class Linear:
     def gated(gate: Tensor, up: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         """See MakeDense."""
         return InvariantLinear.gated(gate, up, bias) if _takes_panels(gate) else None
+
+
+def in_float32(layer: Dense, x: Tensor) -> Tensor:
+    """layer(x) in float32, without a rounding on the way where the layer can."""
+    if isinstance(layer, Linear) and layer.compiled is not None:
+        return layer.compiled.wide(x)
+    return layer.wide(x) if isinstance(layer, InvariantLinear) else layer(x).float()
 
 
 def _takes_panels(weight: Tensor) -> bool:

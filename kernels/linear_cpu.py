@@ -7,6 +7,8 @@ beside it, which libraries make only by chance.
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from pagemill.kernels import cpu_threads
 from pagemill.kernels import linear_cpu_words as words
 from pagemill.kernels.choice import takes_compiled
+from pagemill.kernels.cpu_program import Phase
 
 # How many inputs a line of a panel holds.
 INPUTS_OF_A_LINE = {torch.float32: 1, torch.bfloat16: 2}
@@ -65,21 +68,49 @@ def linear_gated(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def phase(
+    x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int, threads: int, name: str = ""
+) -> Phase:
+    """The same as a part of a program; x, out: of as many rows as may come, their numbers side by side."""
+    rows = x.shape[0]
+    block = _words(x, panels, bias, out, into, _chunk(rows, panels.shape[0], threads))
+    return Phase(_code(x.dtype, out.dtype), block, Fit(panels.shape[0], threads), name)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What of a product's words depends on how many rows there are."""
+
+    panels: int
+    threads: int
+
+    def __call__(self, rows: int) -> dict[int, int]:
+        chunk = _chunk(rows, self.panels, self.threads)
+        return {words.ITEM: 0, words.ROWS: rows, words.CHUNK: chunk, words.CHUNKS: -(-rows // chunk)}
+
+
 def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int) -> None:
     """x, panels: of one dtype; bias: float32."""
-    rows, size = x.shape[0], x.element_size()
+    rows = x.shape[0]
     if rows == 0:
         return
     # Of bfloat16 a row begins where a pair may.
-    if x.stride(1) != 1 or x.stride(0) * size % 4:
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 4:
         x = x.contiguous()
     threads = torch.get_num_threads()
-    chunk = _chunk(rows, panels.shape[0], threads)
-    block = cpu_threads.words_of(
+    block = _words(x, panels, bias, out, into, _chunk(rows, panels.shape[0], threads))
+    cpu_threads.run(_code(x.dtype, out.dtype), block, threads)
+
+
+def _words(
+    x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int, chunk: int
+) -> array[int]:
+    rows = x.shape[0]
+    return cpu_threads.words_of(
         *(0,) * words.ROWS,
         rows,
         x.data_ptr(),
-        x.stride(0) * size,
+        x.stride(0) * x.element_size(),
         out.data_ptr(),
         out.stride(0) * out.element_size(),
         panels.shape[1],
@@ -91,7 +122,6 @@ def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int)
         -(-rows // chunk),
         _chain(panels.shape[1]),
     )
-    cpu_threads.run(_code(x.dtype, out.dtype), block, threads)
 
 
 @cache

@@ -56,14 +56,14 @@ class Int8Linear:
         self.out_features, self.in_features = weight.shape
         whole = quantize_weight(weight, bias)
         name = route or _route_of(weight)
-        self._multiply = ROUTES[name](whole)
+        self.multiply = ROUTES[name](whole)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._multiply(x)
+        return self.multiply(x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Adds the layer's output for x to `residual` [tokens, out] in place."""
-        layer = self._multiply
+        layer = self.multiply
         if isinstance(layer, linear_int8_cpu.Layer) and layer.adds(residual) and residual.dtype == x.dtype:
             layer.add_to(residual, x)
         else:

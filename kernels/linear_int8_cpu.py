@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import logging
 import sys
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pagemill.kernels import cpu_threads
 from pagemill.kernels import linear_int8_cpu_words as words
+from pagemill.kernels.cpu_program import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,9 @@ def round_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         parameters = _Words()
         parameters[words.WIDTH], parameters[words.BLOCK] = x.shape[1], block
         parameters[words.VALUES_ROW] = x.shape[1] * words.BYTES["words"]
-        scratch = _scratch(parameters, 0, threads)
+        mine = x.shape[1] * 4 + words.LINE
+        scratch = torch.empty(threads * mine + words.LINE, dtype=torch.uint8)
+        _place_scratch(parameters, -(-scratch.data_ptr() // words.LINE) * words.LINE, mine, 0, threads)
         _take_rows(parameters, part)
         parameters[words.VALUES] = integers.data_ptr()
         parameters[words.ROW_SCALES] = scales[start:].data_ptr()
@@ -117,13 +121,38 @@ class Layer:
         self._run(x, out, words.GATE if self.gated else words.STORE)
         return out if width == self.out_features else out[:, : self.out_features].contiguous()
 
+    @property
+    def whole_panels(self) -> bool:
+        """Whether nothing is computed behind a row's end: outputs come in panels."""
+        return len(self.scales) == self.out_features * (1 + self.gated)
+
     def adds(self, residual: Tensor) -> bool:
-        """Whether add_to can: outputs come in panels, and nothing may be added behind a row's end."""
-        return len(self.scales) == self.out_features and residual.stride(1) == 1
+        """Whether add_to can: nothing may be added behind a row's end."""
+        return self.whole_panels and residual.stride(1) == 1
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """residual [tokens, out] += the layer's output for x; both of one dtype."""
         self._run(x, residual, words.ADD)
+
+    def phases(self, x: Tensor, out: Tensor, into: int, memory: Tensor, threads: int) -> list[Phase]:
+        """The same as parts of a program: two, over one list of words.
+
+        x, out: of as many rows as may come, their numbers side by side. memory: scratch_bytes for them.
+        """
+        block = self._block(x, out, into, memory, threads)
+        round_rows, multiply = _code(self.kind, x.dtype == torch.bfloat16)
+        fit = Fit(block[words.PANELS], threads)
+        return [Phase(round_rows, block, fit), Phase(multiply, None, fit)]
+
+    def scratch_bytes(self, rows: int, threads: int) -> int:
+        """Memory for each thread's rotated row, sums and gates, and for all rows' scales and integers."""
+        integers = rows * self.words[words.VALUES_ROW]
+        return threads * (self._mine() + words.SUMS_BYTES + words.GATES_BYTES) + _scales_bytes(rows) + (
+            integers + words.LINE
+        )
+
+    def _mine(self) -> int:
+        return int(self.words[words.WIDTH]) * 4 + words.LINE
 
     def _run(self, x: Tensor, out: Tensor, into: int) -> None:
         rows, threads = x.shape[0], torch.get_num_threads()
@@ -131,17 +160,36 @@ class Layer:
             return
         if x.stride(1) != 1:
             x = x.contiguous()
-        block = _Words.from_buffer_copy(self.words)
-        scratch = _scratch(block, rows, threads)
-        _take_rows(block, x)
-        block[words.OUT], block[words.OUT_ROW] = out.data_ptr(), out.stride(0) * out.element_size()
-        block[words.INTO] = into
-        items = _share_out(block, rows, threads)
+        memory = torch.empty(self.scratch_bytes(rows, threads), dtype=torch.uint8)
+        block = self._block(x, out, into, memory, threads)
         round_rows, multiply = _code(self.kind, x.dtype == torch.bfloat16)
         address = ctypes.addressof(block)
         cpu_threads.run(round_rows, address, min(threads, rows))
-        cpu_threads.run(multiply, address, min(threads, items))
-        del scratch
+        cpu_threads.run(multiply, address, min(threads, block[words.ITEMS]))
+
+    def _block(self, x: Tensor, out: Tensor, into: int, memory: Tensor, threads: int) -> Words:
+        rows = x.shape[0]
+        block = _Words.from_buffer_copy(self.words)
+        _take_rows(block, x)
+        start = -(-memory.data_ptr() // words.LINE) * words.LINE
+        _place_scratch(block, start, self._mine(), rows, threads)
+        block[words.OUT], block[words.OUT_ROW] = out.data_ptr(), out.stride(0) * out.element_size()
+        block[words.INTO] = into
+        for place, value in _share_out(rows, block[words.PANELS], threads).items():
+            block[place] = value
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What of a layer's words depends on how many rows there are."""
+
+    panels: int
+    threads: int
+
+    def __call__(self, rows: int) -> dict[int, int]:
+        counters = dict.fromkeys((words.ROW, words.THREAD, words.ITEM, words.THREAD_2), 0)
+        return counters | {words.ROWS: rows} | _share_out(rows, self.panels, self.threads)
 
 
 def _in_turns(whole: Tensor) -> Tensor:
@@ -164,34 +212,33 @@ def _take_rows(block: Words, x: Tensor) -> None:
     block[words.X], block[words.X_ROW] = x.data_ptr(), x.stride(0) * x.element_size()
 
 
-def _scratch(block: Words, rows: int, threads: int) -> Tensor:
-    """Memory for each thread's rotated row, sums and gates, and for all rows' scales and integers."""
-    mine = block[words.WIDTH] * 4 + words.LINE
-    scales = -(-rows * 4 // words.LINE) * words.LINE
-    integers = rows * block[words.VALUES_ROW]
-    size = threads * (mine + words.SUMS_BYTES + words.GATES_BYTES) + scales + integers + words.LINE
-    memory = torch.empty(size, dtype=torch.uint8)
-    start = -(-memory.data_ptr() // words.LINE) * words.LINE
+def _scales_bytes(rows: int) -> int:
+    return -(-rows * 4 // words.LINE) * words.LINE
+
+
+def _place_scratch(block: Words, start: int, mine: int, rows: int, threads: int) -> None:
     block[words.SCRATCH], block[words.SCRATCH_BYTES] = start, mine
     block[words.SUMS] = start + threads * mine
     block[words.GATES] = block[words.SUMS] + threads * words.SUMS_BYTES
     block[words.ROW_SCALES] = block[words.GATES] + threads * words.GATES_BYTES
-    block[words.VALUES] = block[words.ROW_SCALES] + scales
-    return memory
+    block[words.VALUES] = block[words.ROW_SCALES] + _scales_bytes(rows)
 
 
-def _share_out(block: Words, rows: int, threads: int) -> int:
-    """Cuts the product into items of rows and panels; returns how many there are."""
+@cache
+def _share_out(rows: int, panels: int, threads: int) -> dict[int, int]:
+    """Cuts the product into items of rows and panels."""
     # Runs of like size, in whole register tiles.
     tiles = _parts(rows, words.WIDE_TILE_ROWS)
     run = _parts(tiles, _parts(rows, words.ROWS_AN_ITEM)) * words.WIDE_TILE_ROWS
     runs = _parts(rows, run)
-    panels = block[words.PANELS]
     together = max(1, min(PANELS_AN_ITEM, runs * panels // (ITEMS_A_THREAD * threads)))
     parts = _parts(panels, together)
-    block[words.ITEM_ROWS], block[words.ITEM_PANELS], block[words.PARTS] = run, together, parts
-    block[words.ITEMS] = runs * parts
-    return runs * parts
+    return {
+        words.ITEM_ROWS: run,
+        words.ITEM_PANELS: together,
+        words.PARTS: parts,
+        words.ITEMS: runs * parts,
+    }
 
 
 def _parts(count: int, size: int) -> int:

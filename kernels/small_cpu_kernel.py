@@ -105,16 +105,35 @@ def _turn(typing: Any, half: Any, first: Any, second: Any, cos: Any, sin: Any) -
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
         v = Lanes(b)
         x, y, c, s = (v.load(address, bf16) for address in args[1:])
-
-        def product(left: Any, right: Any) -> Any:
-            # Without a fused product: the form in torch rounds it, in float32 too.
-            return v.rounded(b.fmul(left, right)) if bf16 else b.fmul(left, right)
-
-        v.store(b.fsub(product(x, c), product(y, s)), args[1], bf16)
-        v.store(b.fadd(product(y, c), product(x, s)), args[2], bf16)
+        v.store(b.fsub(_product(v, bf16, x, c), _product(v, bf16, y, s)), args[1], bf16)
+        v.store(b.fadd(_product(v, bf16, y, c), _product(v, bf16, x, s)), args[2], bf16)
         return context.get_dummy_value()
 
     return types.void(half, *[types.int64] * 4), emit
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _turn_eight(typing: Any, half: Any, first: Any, second: Any, cos: Any, sin: Any) -> Any:
+    """The same for 8 pairs, both halves in one vector."""
+    bf16 = bool(number(half))
+
+    def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        v = Lanes(b)
+        first, second, cos, sin = args[1:]
+        x, y = v.load_two(first, second, bf16), v.load_two(second, first, bf16)
+        c, s = v.load_two(cos, cos, bf16), v.load_two(sin, sin, bf16)
+        turned = _product(v, bf16, y, s)
+        signs = ir.Constant(c.type, [-1.0] * (LANES // 2) + [1.0] * (LANES // 2))
+        v.store_two(b.fadd(_product(v, bf16, x, c), b.fmul(turned, signs)), first, second, bf16)
+        return context.get_dummy_value()
+
+    return types.void(half, *[types.int64] * 4), emit
+
+
+def _product(v: Lanes, bf16: bool, left: Any, right: Any) -> Any:
+    # Never fused with the sum: the form in torch rounds it, in float32 too.
+    product = v.b.fmul(left, right)
+    return v.rounded(product) if bf16 else product
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -168,8 +187,11 @@ def compile_rope_write(half: int, half_norm: int) -> int:
             if word(params, NORM) != 0:
                 weight = word(params, NORM) + head * dims * norm_size
                 _normalise(half, half_norm, first, weight, first, dims, real(word(params, NORM_EPS)))
-            for i in range(0, pairs * size, LANES * size):
+            whole = pairs // LANES * LANES * size
+            for i in range(0, whole, LANES * size):
                 _turn(half, first + i, second + i, cos + i, sin + i)
+            if whole != pairs * size:
+                _turn_eight(half, first + whole, second + whole, cos + whole, sin + whole)
         write(params, token, row + word(params, HEADS) * dims * size)
 
     one = inner(rotate, half, half_norm)

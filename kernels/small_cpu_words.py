@@ -33,3 +33,4 @@ OUT, WIDTH, WEIGHT, EPS = range(11, 15)
     NORM_EPS,
     TOGETHER,  # tokens that a thread takes at once
 ) = range(11, 26)
+SIZE = 26

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagemill.engine.cache.storage import KVStorage
+from pagemill.engine.models.program import LayerProgram
 from pagemill.engine.models.rope import Rope
 from pagemill.engine.models.spec import DecoderSpec
 from pagemill.kernels.attention import PackedRows, paged_attention
 from pagemill.kernels.choice import takes_triton
-from pagemill.kernels.linear import Dense, GatedLinear, Linear, MakeDense
+from pagemill.kernels.linear import Dense, GatedLinear, Linear, MakeDense, in_float32
 from pagemill.kernels.norm import add_rms_norm, rms_norm
 from pagemill.kernels.rope_write import rope_write
 
@@ -143,6 +144,7 @@ class Decoder:
         device = self.embedding.device
         self.rope = Rope(spec.rope, spec.head_dim, device)
         self.window_rope = Rope(spec.window_rope, spec.head_dim, device) if spec.window_rope else None
+        self.program = LayerProgram.of(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,6 +159,8 @@ class Decoder:
             # Rounded to the model's dtype before it multiplies, as transformers does.
             residual = residual * torch.tensor(self.spec.embedding_scale, dtype=residual.dtype)
         all_seeing, windowed = self._angles(inputs, residual.dtype)
+        if self.program is not None and self.program.serves(storage):
+            return self.program.run(residual, inputs, (all_seeing, windowed), storage)
         norms = [layer.input_norm for layer in self.layers] + [self.norm]
         x = rms_norm(residual, norms[0], self.spec.norm_eps)
         for i, layer in enumerate(self.layers):
@@ -174,7 +178,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, vocabulary] in float32 of the hidden states of rows that sample."""
-        logits = self.head(hidden).float()
+        logits = in_float32(self.head, hidden)
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

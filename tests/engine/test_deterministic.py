@@ -121,9 +121,15 @@ def test_any_shape_is_the_product_in_its_own_bits(dtype: torch.dtype, outputs: i
     for begin, end in ((0, 1), (5, 9), (36, 37), (0, 36)):
         assert torch.equal(layer(x[begin:end]), layer(x)[begin:end])
     residual = torch.randn(37, outputs).to(dtype)
-    added = residual + layer(x)
+    before, added = residual.clone(), residual.double() + expected
     layer.add_to(residual, x)
-    assert torch.equal(residual, added)
+    # Rounded once or twice, by what is compiled for the shape.
+    near = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(residual.double(), added, atol=near, rtol=0.01)
+    for begin, end in ((0, 1), (5, 9), (0, 36)):
+        part = before[begin:end].clone()
+        layer.add_to(part, x[begin:end])
+        assert torch.equal(part, residual[begin:end])
 
 
 def open_model(path: Path, **config: object) -> LoadedModel:
