@@ -391,7 +391,7 @@ from pagemill.jobs.storage import open_storage
 spec = JobSpec.load(Path(sys.argv[2]).read_bytes())
 plan.MEMORY = 1 << 20
 plan.make_plan(open_storage(sys.argv[1]), spec, fence=sys.argv[3], fingerprint=None,
-    stopped=lambda: print("asked", flush=True), scratch=Path(sys.argv[4]))
+    stopped=lambda: print("asked", flush=True) or sys.stdin.read() or None, scratch=Path(sys.argv[4]))
 """
 
 
@@ -404,7 +404,11 @@ def test_a_planner_killed_at_any_moment_leaves_no_plan_or_a_whole_one(tmp_path: 
     kills = 0
     for attempt, shards_before in enumerate([0, 1, 100]):
         arguments = [str(tmp_path / "store"), str(tmp_path / "job.json"), f"0-{attempt}", str(scratch)]
-        child = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE)
+        # The first one waits when it is asked, for ever: however fast the machine is, it has no plan yet.
+        stdin = subprocess.DEVNULL if shards_before else subprocess.PIPE
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, *arguments], stdin=stdin, stdout=subprocess.PIPE
+        )
         assert child.stdout is not None
         child.stdout.readline()  # it is reading
         folder = tmp_path / "store" / layout.shards(spec.job) / f"0-{attempt}"
@@ -413,6 +417,8 @@ def test_a_planner_killed_at_any_moment_leaves_no_plan_or_a_whole_one(tmp_path: 
         child.kill()
         child.wait()
         child.stdout.close()
+        if child.stdin is not None:
+            child.stdin.close()
         kills += storage.head(layout.plan(spec.job)) is None
     assert kills > 0
     plan = planned(storage, spec, fence="0-9", scratch=scratch)
