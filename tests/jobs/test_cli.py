@@ -158,6 +158,7 @@ def test_one_file_of_all_rows(
     records = list(csv.DictReader(printed.out.splitlines()))
     assert [record["custom_id"] for record in records] == ["a", "row-1", "row-2"]
     assert [record["error_code"] for record in records] == ["", "invalid_json_line", ""]
+    assert run("results", job, "--format", "csv", "--csv-safe").out == printed.out  # none is like a formula
     table = tmp_path / "answers.parquet"
     assert run("results", job, "--format", "parquet", "-o", table).err == f"3 rows in {table}\n"
     read = pq.read_table(table)
@@ -317,6 +318,7 @@ BAD: list[tuple[str, list[str], int, str]] = [
     ("a table in a file", ["results", "job-none", "--output", "t"], 2, "csv, parquet, jsonl or openai"),
     ("Parquet without a file", ["results", "job-none", "--format", "parquet"], 2, "needs --output FILE"),
     ("Parquet to standard output", ["results", "job-none", "--format", "parquet", "-o", "-"], 2, "--output"),
+    ("CSV's own flag", ["results", "job-none", "--csv-safe"], 2, "goes with --format csv"),
     ("two formats", ["results", "job-none", "--json", "--format", "csv"], 2, "does not go with csv"),
     ("errors without their format", ["results", "job-none", "--errors", "e"], 2, "--errors"),
     ("Redis down", ["list", "--redis-url", DOWN], 6, "127.0.0.1:1"),
