@@ -48,6 +48,14 @@ def results(
             show_default=False,
         ),
     ] = None,
+    csv_safe: Annotated[
+        bool,
+        typer.Option(
+            "--csv-safe",
+            help="With csv, for a spreadsheet: an apostrophe before texts that begin as formulas do, with "
+            "=, +, -, @, tab or a line break. Without it they stay as the model said them.",
+        ),
+    ] = False,
     partial: Annotated[
         bool, typer.Option("--partial", help="What is committed so far of a job that runs.")
     ] = False,
@@ -62,6 +70,8 @@ def results(
 
     if errors is not None and format is not Format.openai:
         raise UsageError("--errors goes with --format openai.")
+    if csv_safe and (as_json or format is not Format.csv):
+        raise UsageError("--csv-safe goes with --format csv.")
     if as_json and format not in (Format.table, Format.jsonl):
         raise UsageError(f"--json is --format jsonl, and does not go with {format}.")
     client = options.client(redis_url, store, s3_endpoint, s3_region)
@@ -72,7 +82,7 @@ def results(
         elif as_json or format is Format.jsonl:
             export.export_rows(rows.write_jsonl, output)
         elif format is Format.csv:
-            export.export_rows(rows.write_csv, output)
+            export.export_rows(lambda file: rows.write_csv(file, safe=csv_safe), output)
         elif format is Format.parquet:
             export.export_parquet(rows, output)
         else:

@@ -16,6 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+from pagemill.jobs.errors import RowFault
+from pagemill.jobs.parameters import shown
 from pagemill.jobs.row import filled_id
 from pagemill.jobs.sorting import Sorter
 
@@ -110,6 +112,15 @@ class Identities:
 
     def _is_given(self, custom_id: str) -> bool:
         return self._given is not None and self._given.find(_digest(custom_id)) is not None
+
+
+def repeated_id(line: int | None, custom_id: str, first_line: int) -> RowFault:
+    """What becomes of a row whose id a line before it had."""
+    message = (
+        f"line {line}: `custom_id` {shown(custom_id)} was given before, on line {first_line}: "
+        "give each line one of its own"
+    )
+    return RowFault("duplicate_custom_id", message, line, custom_id)
 
 
 def _digest(custom_id: str) -> bytes:

@@ -47,15 +47,22 @@ def unsupported(message: str) -> Refusal:
 
 
 def shown(value: object) -> str:
-    """A value as JSON, cut short: enough to recognise it, too little to leak a prompt."""
+    """A value as printable JSON, cut short: enough to recognise it, too little to leak a prompt."""
     if isinstance(value, dict) and value:
         return "an object"
     if isinstance(value, list) and value:
         return f"a list of {len(value):,}"
     if isinstance(value, str) and len(value) > 40:
-        return json.dumps(value[:36], ensure_ascii=False)[:-1] + '..."'
+        return _printable(json.dumps(value[:36], ensure_ascii=False))[:-1] + '..."'
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 48 else text[:40] + "..."
+    return _printable(text if len(text) <= 48 else text[:40] + "...")
+
+
+def _printable(text: str) -> str:
+    """JSON escapes control characters of ASCII alone; others turn a line around, or are not to be seen."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def _wrong(name: str, wanted: str, value: object) -> NoReturn:

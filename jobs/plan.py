@@ -29,7 +29,7 @@ import zstandard
 from pagemill.jobs import layout
 from pagemill.jobs.arrival import Arrival
 from pagemill.jobs.commit import check_part
-from pagemill.jobs.duplicates import Identities
+from pagemill.jobs.duplicates import Identities, repeated_id
 from pagemill.jobs.errors import (
     ObjectNotFound,
     PlanRefused,
@@ -48,7 +48,6 @@ from pagemill.jobs.order import (
     prompt_bytes,
     shared_bytes,
 )
-from pagemill.jobs.parameters import shown
 from pagemill.jobs.parquet import ResultRow, write_rows
 from pagemill.jobs.row import Row
 from pagemill.jobs.scratch import scratch_folder
@@ -262,11 +261,21 @@ class _Planner:
             return
         if first is None or (repeated is not None and repeated[0] < first[0]):
             assert repeated is not None
-            code = "duplicate_custom_id"
-            where = f"row {repeated[0]} repeats the `custom_id` of line {repeated[1]}"
+            row = self.good_row(repeated[0])
+            fault = repeated_id(row.line, row.custom_id, repeated[1])
         else:
-            code, where = first[1].code, first[1].message
-        raise PlanRefused(code, f"The job is strict and the input has bad lines, the first of them: {where}.")
+            fault = first[1]
+        said = f"The job is strict and the input has bad lines, the first of them: {fault.message}."
+        raise PlanRefused(fault.code, said)
+
+    def good_row(self, row_index: int) -> Row:
+        """One of those that were read and are no faults. It uses them up: there will be no plan."""
+        for done, record in enumerate(self.good.sorted()):
+            self.pace.tick(done, self.total)
+            head = _head_at(record)
+            if _HEAD.unpack_from(record, head)[0] == row_index:
+                return Row.from_json(record[head + _HEAD.size : -_KEY_LENGTH.size])
+        raise AssertionError(f"row {row_index} was not read")
 
     # --- pass 2 ---
 
@@ -294,15 +303,15 @@ class _Planner:
         before, size_before = b"", 0
         for done, record in enumerate(self.good.sorted()):
             self.pace.tick(done, self.total)
-            split = len(record) - _KEY_LENGTH.size
-            (length,) = _KEY_LENGTH.unpack_from(record, split)
-            key = record[:length]
-            row_index, size, output, filled = _HEAD.unpack_from(record, length)
-            data = record[length + _HEAD.size : split]
+            head = _head_at(record)
+            key = record[:head]
+            row_index, size, output, filled = _HEAD.unpack_from(record, head)
+            data = record[head + _HEAD.size : -_KEY_LENGTH.size]
             if filled:
                 data = self.filled(row_index, data)
             elif (first := self.identities.first_line(row_index)) is not None:
-                self.add_fault(row_index, _repeated(Row.from_json(data), first))
+                row = Row.from_json(data)
+                self.add_fault(row_index, repeated_id(row.line, row.custom_id, first))
                 continue
             yield Item(data, size, output, min(shared_bytes(before, key), size, size_before))
             before, size_before = key, size
@@ -346,12 +355,10 @@ def _record(row: Row) -> tuple[bytes, int]:
     return record, Item(b"", len(text), output, 0).work()
 
 
-def _repeated(row: Row, first_line: int) -> RowFault:
-    message = (
-        f"line {row.line}: `custom_id` {shown(row.custom_id)} was given before, on line {first_line}: "
-        "give each line one of its own"
-    )
-    return RowFault("duplicate_custom_id", message, row.line, row.custom_id)
+def _head_at(record: bytes) -> int:
+    """Where the key of such a record ends, and its head begins."""
+    length: int = _KEY_LENGTH.unpack_from(record, len(record) - _KEY_LENGTH.size)[0]
+    return length
 
 
 def _packed(shard: Cut) -> bytes:

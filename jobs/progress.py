@@ -7,6 +7,7 @@ one.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
@@ -24,20 +25,23 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY_S = 5.0
 PLAIN_ERRORS = 3
-"""Failed rows that are told at once, where lines stay."""
+"""Failed rows that are told at once, where lines stay; of others it says how many, and where they are."""
 
 
 class Follower:
     """Shows statuses as they come: bars where `console` is a terminal, else a line when there is news.
 
     A line comes with each change of state or of what blocks the job, and otherwise every few seconds.
+    store: named in what it tells to type, where the surroundings do not name it.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, store: str | None = None) -> None:
         self.console = console
+        self._store = store
         self._said = ""
         self._said_at = float("-inf")
         self._errors_said = 0
+        self._failed_said = 0
         self._fast: tuple[float, int] = (0.0, 0)
         self._fast_at = float("-inf")
         self._live: Live | None = None
@@ -88,14 +92,29 @@ class Follower:
             self._live = None
 
     def _line(self, status: JobStatus, errors: RecentErrors | None) -> None:
-        if errors is not None and errors.told > self._errors_said:
-            new = min(errors.told - self._errors_said, PLAIN_ERRORS)
-            self._errors_said = errors.told
-            for text in list(errors.latest)[-new:]:
-                self.console.print(Text(f"failed · {harmless(text)}", "red"), soft_wrap=True)
+        for text in self._new_failures(status, errors) if errors is not None else ():
+            self.console.print(Text(f"failed · {text}", "red"), soft_wrap=True)
         codes = "" if errors is None or not status.terminal else codes_text(errors)
         line = summary(status) + (f" · {codes}" if codes else "")
         self.console.print(Text(line, COLOURS.get(status.state, "")), soft_wrap=True)
+
+    def _new_failures(self, status: JobStatus, errors: RecentErrors) -> list[str]:
+        """Of the rows that failed since the last time: the latest, and how many others there are."""
+        new = min(errors.told - self._errors_said, PLAIN_ERRORS)
+        if not new and not status.terminal:
+            return []  # read a moment later, or never: the next ones count them
+        self._errors_said = errors.told
+        told = [harmless(text) for text in list(errors.latest)[-new:]] if new else []
+        others = status.failed - self._failed_said - len(told)
+        self._failed_said = max(status.failed, self._failed_said + len(told))
+        if others > 0:
+            told.append(f"and {others:,} more: {self._command(status)}")
+        return told
+
+    def _command(self, status: JobStatus) -> str:
+        """What shows every row."""
+        store = f" --store {shlex.quote(self._store)}" if self._store is not None else ""
+        return f"pagemill results {status.job}{store}" + ("" if status.terminal else " --partial")
 
     def _draw(self, status: JobStatus, errors: RecentErrors | None) -> None:
         if self._live is None:

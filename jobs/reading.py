@@ -105,12 +105,15 @@ class Results:
 
         return to_jsonl(self, output)
 
-    def write_csv(self, output: BinaryIO) -> int:
+    def write_csv(self, output: BinaryIO, *, safe: bool = False) -> int:
         """Every row as a record of CSV, after a head; returns how many. Texts are in quotes, null is an empty
-        cell without, seeds are exact, `choices` are JSON text."""
+        cell without, seeds are exact, `choices` are JSON text.
+
+        safe: for a spreadsheet, with an apostrophe before each text that it may take for a formula; without
+        it, texts are what the model said."""
         from pagemill.jobs.results import to_csv
 
-        return to_csv(self.batches(), output)
+        return to_csv(self.batches(), output, safe=safe)
 
     def write_parquet(self, output: BinaryIO) -> int:
         """All rows as one Parquet file of the schema that the job's parts have; returns how many."""

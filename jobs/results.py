@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import csv
 
 from pagemill.jobs import layout
@@ -27,6 +28,9 @@ from pagemill.jobs.storage import Storage, read_json, scratch_faults
 _CHOICES: Final = SCHEMA.get_field_index("choices")
 _FLAT: Final = SCHEMA.set(_CHOICES, pa.field("choices", TEXT))
 """SCHEMA for files that have no lists: `choices` is JSON text, as `logprobs` and `metadata` always are."""
+_FORMULA: Final = r"\A([=+\-@＝＋－＠\t\r\n\x00])"
+"""How a text begins that some spreadsheet takes for a formula, or once it has skipped what it does not show
+(OWASP: CSV injection)."""
 
 
 def iter_results(storage: Storage, job: str, *, partial: bool = False) -> Iterator[ResultRow]:
@@ -61,16 +65,20 @@ def to_jsonl(rows: Iterable[ResultRow], output: BinaryIO) -> int:
     return count
 
 
-def to_csv(batches: Iterable[pa.RecordBatch], output: BinaryIO) -> int:
+def to_csv(batches: Iterable[pa.RecordBatch], output: BinaryIO, *, safe: bool = False) -> int:
     """Every row as a record of CSV, after a head; returns how many.
 
     As RFC 4180 has it, but for lines that end in \\n alone. Texts are in quotes, so that an empty one is told
     from null, which is an empty cell without. `choices` are JSON text, as in JSONL.
+
+    safe: an apostrophe before each text that a spreadsheet may take for a formula, which quotes do not
+    prevent. Without it a text is what the model said.
     """
     count = 0
     with csv.CSVWriter(output, _FLAT) as writer:
         for batch in batches:
-            writer.write_batch(_flat(batch))
+            flat = _flat(batch)
+            writer.write_batch(_no_formulas(flat) if safe else flat)
             count += batch.num_rows
     return count
 
@@ -156,6 +164,14 @@ def _flat(batch: pa.RecordBatch) -> pa.RecordBatch:
     columns = batch.columns
     columns[_CHOICES] = pa.array(texts, TEXT)
     return pa.RecordBatch.from_arrays(columns, schema=_FLAT)
+
+
+def _no_formulas(batch: pa.RecordBatch) -> pa.RecordBatch:
+    columns = [
+        pc.replace_substring_regex(column, _FORMULA, r"'\1") if column.type == TEXT else column
+        for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
 def _write_line(output: BinaryIO, document: dict[str, Any]) -> None:

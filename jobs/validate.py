@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol
 
-from pagemill.jobs.duplicates import Identities
+from pagemill.jobs.duplicates import Identities, repeated_id
 from pagemill.jobs.errors import PlanRefused, RowFault, UsageError
 from pagemill.jobs.inputs import Chunks, Source
 from pagemill.jobs.lines import Line, read_lines
@@ -25,7 +25,7 @@ from pagemill.jobs.sorting import Sorter
 from pagemill.jobs.spec import JobSpec
 
 _PLACE: Final = struct.Struct(">QB")  # row index, and which fault of a row is told: big-endian, to be sorted
-_LINE: Final = struct.Struct("<Q")
+_ROW: Final = struct.Struct("<QQH")  # line, where its own id stands in the file of ids, and how long it is
 _OF_LINE, _REPEATED, _OF_MODEL = 0, 1, 2
 
 
@@ -83,12 +83,12 @@ class _Judge:
         self._appraisal = appraisal
         self._faults = Sorter(folder, "faults")
         self._identities = Identities(folder)
-        self._lines: BinaryIO = (folder / "lines").open("xb+")
+        self._read = _Read(folder)
         self._rows = 0
 
     def close(self) -> None:
         self._identities.close()
-        self._lines.close()
+        self._read.close()
 
     def run(self, source: Source, tell: Callable[[RowFault], None]) -> Report:
         stream = Chunks(source.chunks())
@@ -111,9 +111,9 @@ class _Judge:
 
     def _take(self, line: Line) -> None:
         self._rows += 1
-        self._lines.write(_LINE.pack(line.number))
         row = parse_row(line, self._spec)
         given = row.custom_id if isinstance(row, RowFault) or not row.filled_id else None
+        self._read.add(line.number, given or "")
         if given is not None:
             self._identities.add(line.row_index, line.number, given)
         if isinstance(row, RowFault):
@@ -125,17 +125,33 @@ class _Judge:
         for row_index in range(self._rows):
             first = self._identities.first_line(row_index)
             if first is not None:
-                line = self._line_of(row_index)
-                message = (
-                    f"line {line}: its `custom_id` was given before, on line {first}: give each line one of "
-                    "its own"
-                )
-                yield _record(row_index, _REPEATED, RowFault("duplicate_custom_id", message, line))
+                yield _record(row_index, _REPEATED, repeated_id(*self._read.row(row_index), first))
 
-    def _line_of(self, row_index: int) -> int:
-        self._lines.seek(row_index * _LINE.size)
-        (line,) = _LINE.unpack(self._lines.read(_LINE.size))
-        return int(line)
+
+class _Read:
+    """The line and the own id of every row, in files: which ids are repeated shows only after the last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rows: BinaryIO = (folder / "rows").open("xb+")
+        self._ids: BinaryIO = (folder / "own-ids").open("xb+")
+        self._end = 0
+
+    def add(self, line: int, own_id: str) -> None:
+        """own_id: empty where the row brought none."""
+        data = own_id.encode()
+        self._rows.write(_ROW.pack(line, self._end, len(data)))
+        self._ids.write(data)
+        self._end += len(data)
+
+    def row(self, row_index: int) -> tuple[int, str]:
+        self._rows.seek(row_index * _ROW.size)
+        line, start, length = _ROW.unpack(self._rows.read(_ROW.size))
+        self._ids.seek(start)
+        return line, self._ids.read(length).decode()
+
+    def close(self) -> None:
+        self._rows.close()
+        self._ids.close()
 
 
 def _record(row_index: int, rank: int, fault: RowFault) -> bytes:

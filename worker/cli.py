@@ -187,7 +187,7 @@ def run(
     from pagemill.worker.outcome import outcome_document, print_outcome
 
     order = Order(prompts, name, output, settings, parameters, seed, strict, new, columns)
-    follower = None if quiet else Follower(Console(stderr=True, highlight=False))
+    follower = None if quiet else Follower(Console(stderr=True, highlight=False), store=settings.store)
     outcome = run_async(run_once(order, follower))
     if as_json:
         render.print_json(outcome_document(outcome))

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -273,6 +274,13 @@ def test_a_shown_value_is_short() -> None:
     assert len(shown(10**3000)) < 50
     assert shown([]) == "[]"
     assert shown(None) == "null"
+
+
+@given(st.text(max_size=50))
+def test_a_shown_text_is_printable_json(text: str) -> None:
+    assert shown(text).isprintable()
+    if len(text) <= 20:
+        assert json.loads(shown(text)) == text
 
 
 json_values = st.recursive(

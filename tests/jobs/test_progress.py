@@ -57,6 +57,33 @@ async def shown(*given: JobStatus, terminal: bool, width: int = 100) -> str:
     return output.getvalue()
 
 
+class Failing(Told):
+    """Each look finds more of them, of which it reads some: (read, rows that failed by then)."""
+
+    def __init__(self, *read: int) -> None:
+        super().__init__()
+        self.latest, self.told, self._read = deque(maxlen=5), 0, list(read)
+
+    async def look(self, *, ended: bool = False) -> None:
+        for _ in range(self._read.pop(0)):
+            self.told += 1
+            self.latest.append(f"numeric_error: {self.told}")
+
+
+async def failures(
+    *steps: tuple[int, int], store: str | None = None, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """What is said of failed rows in a pipe; steps: how many of how many that failed by then were read."""
+    monkeypatch.setattr("pagemill.jobs.progress.PLAIN_EVERY_S", 0.0)
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=False, width=100, highlight=False, color_system=None)
+    given = [dataclasses.replace(HALF, failed=failed) for _, failed in steps]
+    given[-1] = dataclasses.replace(given[-1], state="completed")
+    errors = Failing(*(read for read, _ in steps))
+    await Follower(console, store=store).follow(statuses(*given), cast(RecentErrors, errors))
+    return [line for line in output.getvalue().splitlines() if line.startswith("failed · ")]
+
+
 async def test_piped_it_is_plain_lines_with_everything_in_them() -> None:
     text = await shown(BEGUN, HALF, ENDED, terminal=False)
     assert not CONTROL.search(text)
@@ -66,6 +93,24 @@ async def test_piped_it_is_plain_lines_with_everything_in_them() -> None:
         "completed · 397 completed, 3 failed, of 400 · tokens 6,000 in (4,500 cached, 75%), 2,000 out · "
         "2 invalid_request, 1 prompt_too_long"
     )
+
+
+async def test_piped_it_says_how_many_failures_it_does_not_show_and_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert await failures((5, 40), (2, 42), (0, 45), (1, 1050), (0, 1050), monkeypatch=monkeypatch) == [
+        *(f"failed · numeric_error: {n}" for n in (3, 4, 5)),
+        "failed · and 37 more: pagemill results job-1 --partial",
+        *(f"failed · numeric_error: {n}" for n in (6, 7)),
+        "failed · numeric_error: 8",
+        "failed · and 1,007 more: pagemill results job-1 --partial",
+    ]
+    assert await failures((1, 1), (0, 3), store="my out", monkeypatch=monkeypatch) == [
+        "failed · numeric_error: 1",
+        "failed · and 2 more: pagemill results job-1 --store 'my out'",
+    ]
+    # Read before the count was.
+    assert len(await failures((3, 2), (0, 3), monkeypatch=monkeypatch)) == 3
 
 
 async def test_on_a_terminal_there_are_bars_and_what_goes_wrong() -> None:

@@ -205,6 +205,26 @@ def test_csv_tells_an_empty_text_from_none() -> None:
     assert table.column("text").to_pylist() == ["", None]
 
 
+FORMULAS = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "\0=1", "＝1", "=", '=HYPERLINK("x")']
+TEXTS = ["'=1", "1+1", " =1", "two\n=lines", '"=1"', "a,=1"]
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_csv_for_a_spreadsheet_has_an_apostrophe_before_formulas_and_else_what_was_said(safe: bool) -> None:
+    rows = [done(index, text, seed=-5) for index, text in enumerate(FORMULAS + TEXTS)]
+    rows.append(failed(len(rows), message="-1 is no prompt"))
+    rows[0].custom_id, rows[1].custom_id = "=id", "id"
+    output = io.BytesIO()
+    assert to_csv([batch_of(rows)], output, safe=safe) == len(rows)
+    records = list(csv.DictReader(io.StringIO(output.getvalue().decode(), newline="")))
+    mark = "'" if safe else ""
+    texts = [f"{mark}{text}" for text in FORMULAS] + TEXTS
+    assert [record["text"] for record in records] == [*texts, ""]
+    assert [records[0][name] for name in ("custom_id", "seed")] == [f"{mark}=id", "-5"]
+    assert records[1]["custom_id"] == "id"
+    assert records[-1]["error_message"] == f"{mark}-1 is no prompt"
+
+
 def test_csv_holds_one_batch_at_a_time() -> None:
     output, lines_so_far = io.BytesIO(), list[int]()
 

@@ -72,9 +72,25 @@ def test_every_fault_by_line() -> None:
         (7, "invalid_encoding"),
         (8, "invalid_request"),
     ]
-    assert "on line 1" in told[1].message
+    assert told[1].message == (
+        'line 4: `custom_id` "x" was given before, on line 1: give each line one of its own'
+    )
+    assert told[1].custom_id == "x"
     assert "temperature" in told[3].message
     assert (report.rows, report.faults) == (8, 6)
+
+
+def test_a_repeated_id_is_named_printable_and_cut_short() -> None:
+    ids = ["é", "x" * 500, "left\u202eright\u0085\n", "\U000e0001"]
+    _, told = judged("".join(json.dumps({"prompt": "a", "id": i}) + "\n" for i in ids * 2).encode())
+    assert [fault.custom_id for fault in told] == ids
+    named = [fault.message.split("`custom_id` ")[1].split(" was given before, on line ") for fault in told]
+    assert [(name, place.partition(":")[0]) for name, place in named] == [
+        ('"é"', "1"),
+        ('"' + "x" * 36 + '..."', "2"),
+        ('"left\\u202eright\\u0085\\n"', "3"),
+        ('"\\udb40\\udc01"', "4"),
+    ]
 
 
 def test_a_model_is_asked_of_rows_that_are_good_and_a_repeated_id_comes_first() -> None:
@@ -121,9 +137,9 @@ def test_it_says_of_each_line_what_the_plan_says(
     manifest = {"parts": plan["error_parts"], "version": 1}
     storage.put(layout.manifest("v"), encode_json(manifest))
     assert read_json(storage, layout.manifest("v")) is not None
-    planned = [(row.line, row.error_code) for row in iter_results(storage, "v")]
+    planned = [(row.line, row.error_code, row.error_message) for row in iter_results(storage, "v")]
     report, told = judged(data)
-    assert [(fault.line, fault.code) for fault in told] == planned
+    assert [(fault.line, fault.code, fault.message) for fault in told] == planned
     assert report.rows == plan["total"]
     assert report.codes == plan["errors"]
 

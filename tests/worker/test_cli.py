@@ -197,9 +197,11 @@ def pq_rows(path: Path) -> list[int]:
 
 def test_standard_input_runs_and_is_recognised_again(start: Start, tmp_path: Path) -> None:
     words = ["run", "-", "-o", tmp_path / "out", "--json"]
-    text = '{"prompt": "from a pipe"}\n'
-    first = json.loads(ended(start(*words, stdin=subprocess.PIPE), text)[1])
+    text = '{"prompt": "from a pipe"}\n' + "bad\n" * 5
+    _, out, err = ended(start(*words, stdin=subprocess.PIPE), text)
+    first = json.loads(out)
     assert first["completed"] == 1
+    assert f"failed · and 2 more: pagemill results {first['job']} --store {tmp_path / 'out'}" in err
     again = json.loads(ended(start(*words, stdin=subprocess.PIPE), text)[1])
     assert (again["job"], again["seconds"]) == (first["job"], None)
     code, _, err = ended(start(*words, stdin=subprocess.PIPE), text * 2)

@@ -149,12 +149,15 @@ async def test_rows_that_are_aborted_at_once_leave_the_engine_usable(start_host:
 
 
 async def test_a_killed_child_is_started_again_and_its_rows_run_again(start_host: StartHost) -> None:
-    host, collected = await start_host(rows=64, sim_delay_ms=100), Collected(64)
+    host, collected = await start_host(rows=65, sim_delay_ms=100), Collected(65)
     for i in range(64):
         await host.submit(f"r{i}", row(f"p{i}"), collected)
+    await eventually(lambda: host.under_way() or collected.messages)
     pid = host.health().pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    # Were this test paused until the others are finished, this one would need another engine all the same.
+    await host.submit("r64", row("p64"), collected)
     messages = await collected.all()
     assert {message["status"] for message in messages.values()} == {"completed"}
     assert host.health().restarts == 1

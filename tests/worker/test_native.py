@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_model import make_tiny_model
-from worker_place import Place, whole
+from worker_place import Place, eventually, whole
 
 from pagemill.jobs.errors import ModelError
 from pagemill.worker.engine_host import EngineHost
@@ -72,6 +73,21 @@ async def answers(host: EngineHost, rows: dict[str, dict[str, Any]]) -> dict[str
     return found
 
 
+def kill_at_work(host: EngineHost) -> None:
+    """Kill an engine that has been handed as many rows as it may hold while others wait for their turn.
+
+    This loop stands still meanwhile and hears of no completion. So however fast the engine is, those that
+    wait need the next one.
+    """
+    health = host.health()
+    assert health.rows_in_flight == health.rows_limit
+    assert health.pid is not None
+    deadline = time.monotonic() + 1  # a test that is paused for all of their steps finds none in one
+    while len(host.under_way()) < 2 and time.monotonic() < deadline:  # a single one is being prepared
+        time.sleep(0.001)
+    os.kill(health.pid, signal.SIGKILL)
+
+
 async def test_rows_of_every_kind_abort_and_a_killed_engine(host: EngineHost) -> None:
     """One engine for all of it: a start costs seconds."""
     rows = {f"g{i}": row(f"greedy {i}", temperature=0, max_tokens=20 + i) for i in range(12)}
@@ -89,12 +105,12 @@ async def test_rows_of_every_kind_abort_and_a_killed_engine(host: EngineHost) ->
     for rid, it in long.items():
         await host.submit(rid, it, lambda message: pytest.fail(f"{message['rid']} was aborted"))
     host.abort(long)
+    await eventually(lambda: host.health().rows_in_flight == 0)
 
     again = asyncio.create_task(answers(host, {f"again {rid}": it for rid, it in rows.items()}))
-    await asyncio.sleep(0.05)
-    pid = host.health().pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    for _ in range(2):  # the loop's turns: as many as may be are handed down in one, and written in the next
+        await asyncio.sleep(0)
+    kill_at_work(host)
     second = await again
     assert host.health().restarts == 1
     for rid, message in first.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagemill.jobs import layout
+from pagemill.jobs.client import Client
 from pagemill.jobs.commit import commit_shard, write_segment
 from pagemill.jobs.parquet import ResultRow
 from pagemill.jobs.plan import read_shard
@@ -64,6 +65,11 @@ async def work(state: State, storage: Storage, model: str, *, tasks: int = 1_000
         await do(state, storage, lease)
         done += 1
     return done
+
+
+async def finish(client: Client, model: str) -> None:
+    """Does all that there is to do of a model."""
+    await work(await client.state(), client.storage, model)
 
 
 async def do(state: State, storage: Storage, lease: Lease) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from pagemill.jobs.spec import InputRef, JobSpec
 from pagemill.jobs.state import State, new_nonce
-from pagemill.jobs.status import Lease
+from pagemill.jobs.status import JobStatus, Lease, Totals
 
 TTL_MS = 60_000
 MODEL = "org/tiny-model"
@@ -44,6 +44,10 @@ def counts(completed: int, failed: int = 0) -> dict[str, int]:
     }
 
 
+def totals(completed: int, failed: int = 0) -> Totals:
+    return Totals(**counts(completed, failed))
+
+
 def make_record(shard: int, completed: int, failed: int = 0, fence: str = "f") -> dict[str, Any]:
     rows = completed + failed
     part = {"key": f"parts/{shard}-{fence}", "shard": shard, "rows": rows, **counts(completed, failed)}
@@ -52,6 +56,12 @@ def make_record(shard: int, completed: int, failed: int = 0, fence: str = "f") -
 
 def make_manifest(completed: int, failed: int = 0, state: str = "completed", **more: Any) -> dict[str, Any]:
     return {"state": state, "total": completed + failed, **counts(completed, failed), **more}
+
+
+async def status(state: State, job: str) -> JobStatus:
+    found = await state.status(job)
+    assert found is not None
+    return found
 
 
 async def lease(state: State, model: str = MODEL, **asked: Any) -> Lease | None:
