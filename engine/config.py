@@ -47,9 +47,9 @@ class EngineConfig:
     max_num_seqs: most rows running at once.
     prefix_cache: share the memory of common prefixes between rows.
     deterministic: a row's logits have the same bits whatever its neighbours, batch, chunks and threads, in
-        any dtype. On CPU float32 and int8 keep that promise anyway, at no cost; bfloat16 then computes its
-        dense layers from weights widened to float32. On a card dense layers and attention take other forms
-        then (engine/README.md has what that costs).
+        any dtype. On CPU what is compiled keeps that promise anyway, at no cost; bfloat16 on a CPU with AMX
+        then gives up a library's products. On a card dense layers and attention take other forms then
+        (engine/README.md has what that costs).
     prefix_order: run rows with a common prefix one after another; without it, and without a prefix cache,
         they come in order of arrival.
     long_rows_first: of rows that wait, begin with those that are expected to take longest.

@@ -247,8 +247,8 @@ def _four(params: int, item: int, tile: int, block: int, shift: int) -> Any:
 @cache
 def _score_pass(m: int, kind: int) -> Any:
     def one_block(
-        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int, follow: int,
-        scores: int,
+        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int,
+        follow: int, scores: int,
     ) -> None:  # fmt: skip
         dims = word(params, HEAD_DIM)
         row_bytes, packed, factor = dims * 4, mine + word(params, PACKED), real(word(params, SCALE))
@@ -267,8 +267,8 @@ def _score_pass(m: int, kind: int) -> Any:
                     score(m, kind, 0, 1, dims, query, row_bytes, (keys,), (ahead,), factor, to)
 
     def four_blocks(
-        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int, follow: int,
-        scores: int,
+        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int,
+        follow: int, scores: int,
     ) -> None:  # fmt: skip
         dims = word(params, HEAD_DIM)
         row_bytes, packed, factor = dims * 4, mine + word(params, PACKED), real(word(params, SCALE))

@@ -207,9 +207,7 @@ def weigh(
                 return v.interleave(at, None if odd else b.add(at, value_bytes))
 
             def step(k: Any, odd: bool = False) -> None:
-                offset = b.add(
-                    b.mul(index, _I64(vector_bytes)), b.mul(b.mul(value_bytes, k), _I64(together))
-                )
+                offset = b.add(b.mul(index, _I64(vector_bytes)), b.mul(b.mul(value_bytes, k), _I64(together)))
                 value = b.add(values, offset)
                 # A pair of weights is as large as one in float32.
                 weight = b.add(weights, b.mul(k, _I64(4)))

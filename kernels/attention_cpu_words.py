@@ -55,8 +55,8 @@ ITEM, THREAD = 0, 8
 WORDS = 48
 # Those that depend on how a step is cut, and not on a layer's tensors.
 OF_A_PLAN = (
-    ITEMS, ITEM_LIST, TILE_LIST, SCRATCH, SCRATCH_BYTES, SUMS, SCORES, MAXIMA, TOTALS, GROUP, HEAD_DIM, TABLES,
-    WINDOW, PACKED,
+    ITEMS, ITEM_LIST, TILE_LIST, SCRATCH, SCRATCH_BYTES, SUMS, SCORES, MAXIMA, TOTALS, GROUP, HEAD_DIM,
+    TABLES, WINDOW, PACKED,
 )  # fmt: skip
 
 # Words of an item: a tile, or several of one token each that share their first blocks.

@@ -43,7 +43,7 @@ def _ask(typing: Any, function: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _arrive(typing: Any, address: Any) -> Any:
-    """Adds 1 to the int64 at an address. What this thread has written before, whoever sees the sum sees too."""
+    """Adds 1 to the int64 at an address; whoever sees the sum sees what this thread has written before."""
 
     def emit(context: Any, b: Any, signature: Any, args: Any) -> Any:
         b.atomic_rmw("add", b.inttoptr(args[0], _I64.as_pointer()), _I64(1), "acq_rel")

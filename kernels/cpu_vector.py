@@ -130,7 +130,7 @@ class Lanes:
         return self.call("fma", a, b, c)
 
     def dot(self, total: Any, pairs: Any, others: Any) -> Any:
-        """total + the two products of each lane's pair of bfloat16, where a CPU multiplies them (multiplies_bf16).
+        """total + the two products of each lane's pair of bfloat16, where multiplies_bf16.
 
         Numbers too small for a full exponent count as zero.
         """
@@ -237,7 +237,7 @@ class Lanes:
         return self.b.call(function, args)
 
     def prefetch(self, address: Any) -> None:
-        """Into the second cache: the first is full of what is being computed (6 % of 64 rows of 150 tokens)."""
+        """To the second cache: the first is full of what is computed (64 rows of 150 tokens: 6 % faster)."""
         pointer = self.pointer(address, _I8)
         function = cgutils.get_or_insert_function(
             self.b.module,

@@ -40,7 +40,9 @@ def compiled(layer: Dense | GatedLinear, dtype: torch.dtype) -> Compiled | None:
 
 def scratch_of(layers: list[Compiled], rows: int, threads: int) -> Tensor:
     """Memory that all of them may use, one after another."""
-    sizes = [layer.scratch_bytes(rows, threads) for layer in layers if isinstance(layer, linear_int8_cpu.Layer)]
+    sizes = [
+        layer.scratch_bytes(rows, threads) for layer in layers if isinstance(layer, linear_int8_cpu.Layer)
+    ]
     return torch.empty(max(sizes, default=0), dtype=torch.uint8)
 
 

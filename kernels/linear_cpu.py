@@ -1,4 +1,5 @@
-"""Dense layers in float32 and bfloat16 on CPU: y = x W^T + b, stored, added to a residual, or as a gated pair.
+"""Dense layers in float32 and bfloat16 on CPU: y = x W^T + b, stored, added to a residual, or as a gated pair
+of layers.
 
 For the few dozen to few hundred rows of a step a kernel that holds its sums in registers and meets every
 weight once beats oneDNN's packed form, and it keeps the promise that a row's bits do not depend on the rows
@@ -102,9 +103,7 @@ def _run(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int)
     cpu_threads.run(_code(x.dtype, out.dtype), block, threads)
 
 
-def _words(
-    x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int, chunk: int
-) -> array[int]:
+def _words(x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, into: int, chunk: int) -> array[int]:
     rows = x.shape[0]
     return cpu_threads.words_of(
         *(0,) * words.ROWS,

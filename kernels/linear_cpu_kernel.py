@@ -117,7 +117,7 @@ class _Dots:
 
 # Kinds of products, by number: what a variant of the kernel is compiled for.
 FLOAT32, PAIRS, DOTS = 0, 1, 2
-_UNITS = {FLOAT32: _Float32, PAIRS: _Pairs, DOTS: _Dots}
+_UNITS: dict[int, type[_Float32 | _Pairs | _Dots]] = {FLOAT32: _Float32, PAIRS: _Pairs, DOTS: _Dots}
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

@@ -142,13 +142,15 @@ class Layer:
         block = self._block(x, out, into, memory, threads)
         round_rows, multiply = _code(self.kind, x.dtype == torch.bfloat16)
         fit = Fit(block[words.PANELS], threads)
-        return [Phase(round_rows, block, fit), Phase(multiply, None, fit)]
+        return [Phase(round_rows, list(block), fit), Phase(multiply, None, fit)]
 
     def scratch_bytes(self, rows: int, threads: int) -> int:
         """Memory for each thread's rotated row, sums and gates, and for all rows' scales and integers."""
         integers = rows * self.words[words.VALUES_ROW]
-        return threads * (self._mine() + words.SUMS_BYTES + words.GATES_BYTES) + _scales_bytes(rows) + (
-            integers + words.LINE
+        return (
+            threads * (self._mine() + words.SUMS_BYTES + words.GATES_BYTES)
+            + _scales_bytes(rows)
+            + (integers + words.LINE)
         )
 
     def _mine(self) -> int:

@@ -19,7 +19,6 @@ from pagemill.kernels.cache_write import BLOCK_SIZE
 from pagemill.kernels.cpu_program import Phase
 from pagemill.kernels.cpu_threads import why_not_compiled
 
-
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -118,9 +117,7 @@ def _fit_rope(tokens: int) -> dict[int, int]:
     return {words.ITEM: 0, words.ROWS: tokens, words.TOGETHER: together}
 
 
-def _rope_words(
-    heads: Tensor, num_heads: int, layer: Tensor, norm: Tensor | None, eps: float
-) -> array[int]:
+def _rope_words(heads: Tensor, num_heads: int, layer: Tensor, norm: Tensor | None, eps: float) -> array[int]:
     size, head_dim = heads.element_size(), heads.shape[-1]
     block = cpu_threads.words_of(*(0,) * words.SIZE)
     fixed = {

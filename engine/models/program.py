@@ -1,8 +1,8 @@
-"""The decoder's layers as one program of compiled kernels, for a CPU: a step is one call (kernels/cpu_program.py).
+"""The decoder's layers as one program of compiled kernels, for a CPU: a step is one call.
 
 The same kernels in the same order as the layers call them one by one, over the same numbers, so it changes no
-bit; it saves what calling costs. Serves a decoder whose every part is compiled for its dtype; any other, and
-any other memory, goes layer by layer.
+bit; it saves what calling costs (kernels/cpu_program.py). Serves a decoder whose every part is compiled for
+its dtype; any other, and any other memory, goes layer by layer.
 
 Knows layers and tensors; it may not know rows, requests or sampling.
 """
@@ -43,7 +43,7 @@ class _Parts:
 
 @dataclass(slots=True)
 class _Made:
-    """A program for so many tokens at most, with one memory and number of threads; keeps alive what it uses."""
+    """A program for so many tokens at most, one memory and number of threads; keeps alive what it uses."""
 
     program: Program
     residual: Tensor
@@ -84,7 +84,9 @@ class LayerProgram:
         return cls(decoder, whole) if len(whole) == len(parts) else None
 
     def serves(self, storage: KVStorage) -> bool:
-        return storage.scales is None and storage.tensor.dtype == self.dtype and takes_compiled(storage.tensor)
+        return (
+            storage.scales is None and storage.tensor.dtype == self.dtype and takes_compiled(storage.tensor)
+        )
 
     def run(
         self, residual: Tensor, inputs: Inputs, angles: tuple[Angles, Angles], storage: KVStorage
@@ -100,7 +102,9 @@ class LayerProgram:
         words, program = made.program.words, made.program
         words[program.calls("last"), OUT] = out.data_ptr()
         spec = self.spec
-        shape = Shape(spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, self.dtype.itemsize)
+        shape = Shape(
+            spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, self.dtype.itemsize
+        )
         for window in {layer.window for layer in self.layers}:
             places = small_cpu.rope_places(*angles[window is not None], inputs.blocks, inputs.offsets)
             _put(program, f"rope {window}", places)
@@ -160,7 +164,9 @@ class LayerProgram:
 
 
 def _parts_of(layer: Layer, dtype: torch.dtype) -> _Parts | None:
-    found = [dense_phases.compiled(part, dtype) for part in (layer.qkv, layer.output, layer.gated, layer.down)]
+    found = [
+        dense_phases.compiled(part, dtype) for part in (layer.qkv, layer.output, layer.gated, layer.down)
+    ]
     whole = [part for part in found if part is not None]
     return _Parts(*whole) if len(whole) == len(found) else None
 

@@ -23,7 +23,7 @@ from pagemill.engine.run.card import Card
 from pagemill.engine.run.card_load import fit_limits, measure_steps, most_blocks, storage_of, usable_bytes
 from pagemill.engine.run.card_runner import CardRunner, put
 from pagemill.engine.run.device import CPU, check_eight_bits, choose_card, resolve_dtype
-from pagemill.engine.run.memory import MemoryPlan, memory_dtype, plan_memory, weight_bytes, widens
+from pagemill.engine.run.memory import MemoryPlan, memory_dtype, plan_memory, weight_bytes
 from pagemill.engine.run.runner import ModelRunner
 from pagemill.engine.run.sampler import Sampler
 from pagemill.engine.run.trial import check_fallback
@@ -94,7 +94,7 @@ def _on_cpu(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype) ->
 def _on_card(config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, card: Card) -> LoadedModel:
     spec = checkpoint.spec
     card.set_arithmetic(config.deterministic)
-    weights, usable = weight_bytes(spec, dtype, config, on_card=True), usable_bytes(card)
+    weights, usable = weight_bytes(spec, dtype, config), usable_bytes(card)
     config = fit_limits(spec, dtype, config, usable - weights)
     most = most_blocks(spec, config)
     plan_memory(spec, dtype, config, usable, weights=weights, most_blocks=most)
@@ -177,7 +177,7 @@ def fingerprint(
         facts.append(config.quantization)
     if config.kv_cache_dtype:
         facts.append(f"keys and values in {config.kv_cache_dtype}")
-    if widens(dtype, config):
+    if config.deterministic and config.quantization is None and dtype != torch.float32:
         facts.append("deterministic")
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
 

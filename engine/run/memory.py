@@ -95,12 +95,12 @@ def plan_memory(
     return MemoryPlan(blocks, min(config.context or longest, longest), one)
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig, on_card: bool = False) -> int:
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig) -> int:
     """Bytes of a loaded model's weights."""
     one = dtype.itemsize
     if isinstance(spec, DecoderSpec):
         # All but the embedding; norms and scales are too few to count.
-        one = 1 if config.quantization is not None else 4 if widens(dtype, config) and not on_card else one
+        one = 1 if config.quantization is not None else one
         return spec.parameters() * one + spec.vocab_size * spec.hidden_size * (dtype.itemsize - one)
     return spec.parameters() * one
 
@@ -113,11 +113,6 @@ def memory_dtype(dtype: torch.dtype, config: EngineConfig) -> torch.dtype:
 def bytes_of_block(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig) -> int:
     """Bytes of one block of key-value memory over all layers."""
     return block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, memory_dtype(dtype, config))
-
-
-def widens(dtype: torch.dtype, config: EngineConfig) -> bool:
-    """Whether dense layers keep weights of four bytes on CPU, although the model's have two."""
-    return config.deterministic and config.quantization is None and dtype != torch.float32
 
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, config: EngineConfig) -> int:

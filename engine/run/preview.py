@@ -67,7 +67,7 @@ def preview(config: EngineConfig) -> Preview:
         return Preview(found, False, name, config.quantization, reason=found.reason)
     checkpoint = open_checkpoint(config.model)
     spec = checkpoint.spec
-    weights = weight_bytes(spec, dtype, config, on_card=card is not None)
+    weights = weight_bytes(spec, dtype, config)
     if card is None:
         free, most = available_memory(), None
     else:

@@ -49,7 +49,7 @@ def test_the_pool_of_torch_is_found() -> None:
 
 
 def team_sizes() -> list[int]:
-    """How many threads the process has: before a thread has computed, after, and after its team was dismissed."""
+    """Threads of the process: before one has computed, after, and after its team was dismissed."""
     found: list[int] = []
 
     def count() -> None:

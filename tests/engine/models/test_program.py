@@ -45,7 +45,9 @@ def step(lengths: list[tuple[int, int]], storage: KVStorage) -> Inputs:
     """Rows of so many new tokens behind so many that are there, each with blocks of its own."""
     tables = [list(range(9 * i, 9 * i + 9)) for i in range(len(lengths))]
     places = [
-        (tables[i][p // 16], p % 16, p) for i, (before, new) in enumerate(lengths) for p in range(before, before + new)
+        (tables[i][p // 16], p % 16, p)
+        for i, (before, new) in enumerate(lengths)
+        for p in range(before, before + new)
     ]
     blocks, offsets, positions = (torch.tensor(column) for column in zip(*places, strict=True))
     fresh = [block for block, offset, _ in places if offset == 0]
@@ -108,7 +110,8 @@ def test_another_memory_and_another_number_of_threads_are_noticed(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "config", [Gemma2Config(**SIZES), Gemma3TextConfig(**SIZES), LlamaConfig(**(SIZES | {"intermediate_size": 100}))]
+    "config",
+    [Gemma2Config(**SIZES), Gemma3TextConfig(**SIZES), LlamaConfig(**(SIZES | {"intermediate_size": 100}))],
 )
 def test_what_is_not_compiled_goes_layer_by_layer(config: Any, tmp_path: Path) -> None:
     model = decoder(config, tmp_path)
