@@ -27,8 +27,8 @@ from pagemill.kernels.small_cpu_words import OUT
 if TYPE_CHECKING:
     from pagemill.engine.models.decoder import Angles, Decoder, Inputs, Layer
 
-# Tokens that the first program has room for; a larger step has another made, for twice as many or more.
-SMALLEST = 64
+# Room is made for so many tokens more whenever a step has more than there is room for.
+ROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class LayerProgram:
     def _made_for(self, tokens: int, storage: KVStorage) -> _Made:
         made, threads = self._made, torch.get_num_threads()
         if made is None or made.tokens < tokens or made.storage is not storage or made.threads != threads:
-            room = max(SMALLEST, 1 << (tokens - 1).bit_length())
+            room = -(-tokens // ROOM) * ROOM
             self._made = made = None  # its buffers go before others are taken
             self._made = made = self._make(room, storage, threads)
         return made

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, Qwen2Confi
 
 from pagemill.engine.cache.storage import KVStorage
 from pagemill.engine.models.decoder import Decoder, Inputs
-from pagemill.engine.models.program import SMALLEST
+from pagemill.engine.models.program import ROOM
 from pagemill.engine.weights.load import load_weights, open_checkpoint
 from pagemill.kernels.attention import plan_rows
 from pagemill.kernels.choice import triton_everywhere
@@ -61,7 +61,7 @@ def step(lengths: list[tuple[int, int]], storage: KVStorage) -> Inputs:
 STEPS = [
     [(0, 30), (0, 1), (0, 7)],
     [(30, 1), (1, 1), (7, 1)],
-    [(31, 1), (2, SMALLEST), (8, 17)],
+    [(31, 1), (2, ROOM), (8, 17)],
     [(32, 1)],
     [(33, 60), (66, 1), (25, 30), (0, 40)],
 ]
