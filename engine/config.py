@@ -18,7 +18,7 @@ BLOCK_SIZE = 16
 # Without a word from the caller: steps that a CPU finishes in a fraction of a second. What a card takes is
 # engine/run/card_memory.py's.
 DEFAULT_NUM_TOKENS = 512
-DEFAULT_NUM_SEQS = 64
+DEFAULT_NUM_SEQS = 128
 # Of key-value memory on CPU, in GiB; on a card it is all that is left.
 DEFAULT_KV_GB = 1.0
 MOST_KV_CACHE_GB = 1 << 20  # a pebibyte: more is a slip, and beyond 1e299 no number of bytes
