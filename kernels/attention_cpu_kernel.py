@@ -9,10 +9,16 @@ Tiles of several rows whose tables begin with the same blocks make one item: tho
 multiplied with the queries of all (Juravsky et al., 2024, Hydragen). Nothing is merged afterwards. Each row
 keeps its own maximum, total and sums; only which rows a block meets while it is in the cache differs, and a
 split that is shared in part is softened when each row's own blocks have been scored too. So sharing changes
-no bit.  Scratch memory of a thread, by addresses from the parameter block: scaled queries and sums [rows,
-head_dim], scores [rows, 256 (+ 16 against cache aliasing)], running maxima [rows] and totals [rows, 16], all
-float32.  May import numba, and is therefore imported when a kernel is first wanted. The words of parameter
-block, items and tiles are named in attention_cpu_words.py; attention_cpu.py says how work is cut into items.
+no bit.
+
+Where a CPU multiplies pairs of bfloat16, queries stay as they came (scores are scaled instead), weights are
+rounded to bfloat16 and summed as such, and keys and values are put into pairs, once for all register tiles.
+
+Scratch memory of a thread, by addresses from the parameter block: queries and sums [rows, head_dim], scores
+[rows, 256 (+ 16 against cache aliasing)], running maxima [rows], totals [rows, 16], all float32 but for what
+was just said, and the pairs of four blocks. May import numba, and is therefore imported when a kernel is
+first wanted. The words of parameter block, items and tiles are named in attention_cpu_words.py;
+attention_cpu.py says how work is cut into items.
 """
 
 from __future__ import annotations
