@@ -21,6 +21,7 @@ from pagemill.kernels import attention_cpu_words as words
 from pagemill.kernels import cpu_threads
 from pagemill.kernels.attention_cpu_items import NO_WINDOW, Int64s, Shape, plan_items
 from pagemill.kernels.cache_write import BLOCK_SIZE
+from pagemill.kernels.cpu_kinds import kind_of
 from pagemill.kernels.cpu_program import Phase
 from pagemill.kernels.packed_rows import PackedRows
 
@@ -90,7 +91,7 @@ def phase(
 
     query, out [tokens, heads, head_dim]: of as many tokens as may come.
     """
-    block = _aligned(words.WORDS)
+    block = cpu_threads.aligned_words(words.WORDS)
     _point(block, query, out, layer)
     _set_scores(block, scale, softcap)
     small = words.small_rows(query.shape[1] // layer.shape[2])
@@ -109,20 +110,16 @@ def _fit(tokens: int) -> dict[int, int]:
 @cache
 def _code(small_rows: int, query: torch.dtype, layer: torch.dtype) -> int:
     # Here and not above: numba may be missing, and whoever asks nothing of it should not wait for it.
-    from pagemill.kernels import cpu_vector
     from pagemill.kernels.attention_cpu_kernel import compile_attention
+    from pagemill.kernels.cpu_vector import multiplies_bf16
 
-    kind = words.FLOAT32
-    if layer == torch.bfloat16:
-        pairs = query == torch.bfloat16 and cpu_vector.multiplies_bf16()
-        kind = words.PAIRS if pairs else words.WIDENED
-    return compile_attention(small_rows, kind)
+    return compile_attention(small_rows, kind_of(layer, multiplies_bf16() and query == layer))
 
 
 def _plan(rows: PackedRows, shape: Shape, window: int | None, threads: int) -> Plan:
     tables = rows.once("cpu tables", lambda: flat_tables(rows))
     items, tiles, scratch_rows = plan_items(rows, tables, shape, window or NO_WINDOW, threads)
-    block = _aligned(words.WORDS)
+    block = cpu_threads.aligned_words(words.WORDS)
     row_bytes = scratch_rows * shape.head_dim * 4
     block[words.SUMS] = row_bytes
     block[words.SCORES] = 2 * row_bytes
@@ -149,13 +146,6 @@ def _lines(size: int) -> int:
 def flat_tables(rows: PackedRows) -> npt.NDArray[np.int32]:
     """The block tables of all rows, one behind another."""
     return np.fromiter(chain.from_iterable(rows.block_tables), np.int32, sum(map(len, rows.block_tables)))
-
-
-def _aligned(count: int) -> Int64s:
-    """Zeroed words that begin at a cache line."""
-    memory = np.zeros(count + 8, np.int64)
-    start = -memory.ctypes.data % words.LINE // 8
-    return memory[start : start + count]
 
 
 def _point(block: Int64s, query: Tensor, out: Tensor, layer: Tensor) -> None:

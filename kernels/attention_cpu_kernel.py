@@ -53,7 +53,6 @@ from pagemill.kernels.attention_cpu_words import (
     OUT_HEAD,
     OUT_TOKEN,
     PACKED,
-    PAIRS,
     QUERY,
     QUERY_HEAD,
     QUERY_TOKEN,
@@ -82,7 +81,8 @@ from pagemill.kernels.attention_cpu_words import (
     WINDOW,
 )
 from pagemill.kernels.cpu_compile import c_function, inner
-from pagemill.kernels.cpu_vector import LANES, get, put, real, take, word, word32
+from pagemill.kernels.cpu_kinds import PAIRS
+from pagemill.kernels.cpu_vector import LANES, get, holds_many_sums, put, real, take, word, word32
 
 cap, exp2, exponentiate, fill = vectors.cap, vectors.exp2, vectors.exponentiate, vectors.fill
 pack_keys, pack_values = vectors.pack_keys, vectors.pack_values
@@ -229,19 +229,14 @@ def _past_row(params: int, tile: int, block: int, all_rows: int) -> Any:
 
 
 @inner
-def _ahead(params: int, item: int, tile: int, block: int, past: int, end: int, head: int, follow: int) -> Any:
-    """What comes after the keys of a head in the blocks [block, past): the next head's, those of the first
-    head in the block that is next, or `follow`."""
-    if head + 1 < word(item, ITEM_HEADS):
-        return _keys(params, item, tile, block) + (head + 1) * word(params, HEAD_BYTES)
-    if past < end:
-        return _keys(params, item, tile, past)
-    return follow
+def _one(params: int, item: int, tile: int, block: int, shift: int) -> Any:
+    """The address `shift` bytes into a block's keys, as a tuple."""
+    return (_keys(params, item, tile, block) + shift,)
 
 
 @inner
 def _four(params: int, item: int, tile: int, block: int, shift: int) -> Any:
-    """Addresses `shift` bytes into four blocks."""
+    """Those of WIDE blocks."""
     return (
         _keys(params, item, tile, block) + shift,
         _keys(params, item, tile, block + 1) + shift,
@@ -250,59 +245,58 @@ def _four(params: int, item: int, tile: int, block: int, shift: int) -> Any:
     )
 
 
+@inner
+def _one_at(address: int, step: int) -> Any:
+    return (address,)
+
+
+@inner
+def _four_at(address: int, step: int) -> Any:
+    return (address, address + step, address + 2 * step, address + 3 * step)
+
+
+@cache
+def _score_blocks(m: int, kind: int, wide: int) -> Any:
+    """A function that scores the heads of a tile, or of all tiles, over `wide` blocks: 1 or WIDE."""
+    places, spread = (_one, _one_at) if wide == 1 else (_four, _four_at)
+
+    def score_blocks(
+        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int,
+        follow: int, scores: int,
+    ) -> None:  # fmt: skip
+        dims, heads = word(params, HEAD_DIM), word(item, ITEM_HEADS)
+        row_bytes, factor = dims * 4, real(word(params, SCALE))
+        packed = spread(mine + word(params, PACKED), dims * LINE // 2)
+        for head in range(heads):
+            shift = head * word(params, HEAD_BYTES)
+            keys = places(params, item, tile, block, shift)
+            if head + 1 < heads:
+                ahead = places(params, item, tile, block, shift + word(params, HEAD_BYTES))
+            elif block + 2 * wide <= end:
+                ahead = places(params, item, tile, block + wide, 0)
+            elif block + wide < end:
+                ahead = spread(_keys(params, item, tile, block + wide), 0)
+            else:
+                ahead = spread(follow, 0)
+            row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
+            if kind == PAIRS and past - first > m:
+                for i in range(wide):
+                    pack_keys(dims, keys[i], ahead[i], packed[i])
+                for r in range(row + first, row + past, m):
+                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
+                    score(m, kind, 1, wide, dims, query, row_bytes, packed, packed, factor, to)
+            else:
+                for r in range(row + first, row + past, m):
+                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
+                    score(m, kind, 0, wide, dims, query, row_bytes, keys, ahead, factor, to)
+
+    return inner(score_blocks, m, kind, wide)
+
+
 @cache
 def _score_pass(m: int, kind: int) -> Any:
-    def one_block(
-        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int,
-        follow: int, scores: int,
-    ) -> None:  # fmt: skip
-        dims = word(params, HEAD_DIM)
-        row_bytes, packed, factor = dims * 4, mine + word(params, PACKED), real(word(params, SCALE))
-        for head in range(word(item, ITEM_HEADS)):
-            keys = _keys(params, item, tile, block) + head * word(params, HEAD_BYTES)
-            ahead = _ahead(params, item, tile, block, block + 1, end, head, follow)
-            row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
-            if kind == PAIRS and past - first > m:
-                pack_keys(dims, keys, ahead, packed)
-                for r in range(row + first, row + past, m):
-                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
-                    score(m, kind, 1, 1, dims, query, row_bytes, (packed,), (packed,), factor, to)
-            else:
-                for r in range(row + first, row + past, m):
-                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
-                    score(m, kind, 0, 1, dims, query, row_bytes, (keys,), (ahead,), factor, to)
-
-    def four_blocks(
-        params: int, mine: int, item: int, tile: int, block: int, first: int, past: int, end: int,
-        follow: int, scores: int,
-    ) -> None:  # fmt: skip
-        dims = word(params, HEAD_DIM)
-        row_bytes, packed, factor = dims * 4, mine + word(params, PACKED), real(word(params, SCALE))
-        size = dims * LINE // 2
-        for head in range(word(item, ITEM_HEADS)):
-            keys = _four(params, item, tile, block, head * word(params, HEAD_BYTES))
-            if head + 1 < word(item, ITEM_HEADS):
-                ahead = _four(params, item, tile, block, (head + 1) * word(params, HEAD_BYTES))
-            elif block + 2 * WIDE <= end:
-                ahead = _four(params, item, tile, block + WIDE, 0)
-            else:
-                after = _ahead(params, item, tile, block, block + WIDE, end, head, follow)
-                ahead = (after, after, after, after)
-            row = word(tile, TILE_ROW) + head * word(item, ITEM_ROWS)
-            if kind == PAIRS and past - first > m:
-                pairs = (packed, packed + size, packed + 2 * size, packed + 3 * size)
-                for i in range(WIDE):
-                    pack_keys(dims, keys[i], ahead[i], pairs[i])
-                for r in range(row + first, row + past, m):
-                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
-                    score(m, kind, 1, WIDE, dims, query, row_bytes, pairs, pairs, factor, to)
-            else:
-                for r in range(row + first, row + past, m):
-                    query, to = mine + r * row_bytes, scores + r * SCORE_BYTES
-                    score(m, kind, 0, WIDE, dims, query, row_bytes, keys, ahead, factor, to)
-
-    one, four = inner(one_block, m, kind), inner(four_blocks, m, kind)
-    wide = vectors.holds_many_sums()
+    one, four = _score_blocks(m, kind, 1), _score_blocks(m, kind, WIDE)
+    wide = holds_many_sums()
 
     def score_pass(
         params: int,
@@ -332,9 +326,29 @@ def _score_pass(m: int, kind: int) -> Any:
 
 
 @cache
-def _weigh_pass(m: int, kind: int) -> Any:
+def _weigh_rows(m: int, kind: int, packed: int) -> Any:
+    """A function that adds the weighted values of some keys to a head's rows [first, past)."""
     # Few rows take several vectors of values at once, to keep as many sums going as many rows do.
-    width = 4 if vectors.holds_many_sums() else 2 if m <= TILE_ROWS // 2 else 1
+    width = 4 if holds_many_sums() else 2 if m <= TILE_ROWS // 2 else 1
+
+    def weigh_rows(
+        params: int, mine: int, first: int, past: int, count: int, weights: int, values: int, ahead: int
+    ) -> None:
+        dims = word(params, HEAD_DIM)
+        whole = dims // LANES
+        evenly = whole // width * width
+        for r in range(first, past, m):
+            of_row, sums = weights + r * SCORE_BYTES, mine + word(params, SUMS) + r * dims * 4
+            weigh(m, kind, packed, width, 0, evenly, dims, count, of_row, values, ahead, sums)
+            if width != 1:
+                weigh(m, kind, packed, 1, evenly, whole, dims, count, of_row, values, ahead, sums)
+
+    return inner(weigh_rows, m, kind, packed)
+
+
+@cache
+def _weigh_pass(m: int, kind: int) -> Any:
+    of_values, of_packed = _weigh_rows(m, kind, 0), _weigh_rows(m, kind, int(kind == PAIRS))
     # Blocks whose values are put in pairs together, and how wide a block's weights are.
     most, block_weights = (WIDE, LINE // 2) if kind == PAIRS else (1, LINE)
 
@@ -350,8 +364,7 @@ def _weigh_pass(m: int, kind: int) -> Any:
         follow: int,
     ) -> None:
         dims, heads, values = word(params, HEAD_DIM), word(item, ITEM_HEADS), word(params, VALUES)
-        whole, packed = dims // LANES, mine + word(params, PACKED)
-        evenly = whole // width * width
+        packed = mine + word(params, PACKED)
         block = begin
         while block < end:
             first = _first_row(params, tile, block, all_rows, m)
@@ -380,18 +393,11 @@ def _weigh_pass(m: int, kind: int) -> Any:
                     ahead = _keys(params, item, tile, block + 1) + values
                 else:
                     ahead = follow
-                for r in range(row + first, row + past, m):
-                    weights = mine + word(params, SCORES) + r * SCORE_BYTES
-                    weights += (block - origin) * block_weights
-                    sums = mine + word(params, SUMS) + r * dims * 4
-                    if several:
-                        weigh(m, kind, 1, width, 0, evenly, dims, count, weights, packed, ahead, sums)
-                        if width != 1:
-                            weigh(m, kind, 1, 1, evenly, whole, dims, count, weights, packed, ahead, sums)
-                    else:
-                        weigh(m, kind, 0, width, 0, evenly, dims, count, weights, at, ahead, sums)
-                        if width != 1:
-                            weigh(m, kind, 0, 1, evenly, whole, dims, count, weights, at, ahead, sums)
+                weights = mine + word(params, SCORES) + (block - origin) * block_weights
+                if several:
+                    of_packed(params, mine, row + first, row + past, count, weights, packed, ahead)
+                else:
+                    of_values(params, mine, row + first, row + past, count, weights, at, ahead)
             block += blocks
 
     return inner(weigh_pass, m, kind)

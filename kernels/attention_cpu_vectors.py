@@ -10,21 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagemill.kernels.attention_cpu_words import FLOAT32, LINE, PAIRS, SCORE_BYTES, WIDENED
+from pagemill.kernels.attention_cpu_words import LINE, SCORE_BYTES
+from pagemill.kernels.cpu_kinds import FLOAT32, PAIRS, WIDENED
 from pagemill.kernels.cpu_vector import LANES, Lanes, number
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
-
-
-def holds_many_sums() -> bool:
-    """Whether registers hold the sums of a register tile with several blocks of keys at once."""
-    return bool(binding.get_host_cpu_features().get("avx512f", False))
 
 
 class _Keys:

@@ -17,9 +17,6 @@ TILE_ROWS = 6
 # each, 24 sums keep multipliers busy that take six cycles for one, and a query's number is read once for all.
 WIDE = 4
 
-# How numbers are multiplied: float32; bfloat16 as float32; bfloat16 in pairs, where a CPU has that.
-FLOAT32, WIDENED, PAIRS = 0, 1, 2
-
 # Words of the parameter block, int64 each. The first two are counted up by threads and so lie on cache
 # lines of their own, apart from what all threads only read.
 ITEM, THREAD = 0, 8

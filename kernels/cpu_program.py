@@ -56,11 +56,9 @@ class Program:
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         calls = [phase for phase in phases if phase.words is not None]
-        self.words = _aligned(len(calls) * words.STRIDE).reshape(len(calls), words.STRIDE)
+        self.words = cpu_threads.aligned_words(len(calls) * words.STRIDE).reshape(len(calls), words.STRIDE)
         self._list = np.zeros((len(phases), 2), np.int64)
-        self._head = _aligned(words.WORDS)
-        self._fits: dict[Fit, npt.NDArray[np.int64]] = {}
-        self._names: dict[str, npt.NDArray[np.int64]] = {}
+        self._head = cpu_threads.aligned_words(words.WORDS)
         fits: dict[Fit, list[int]] = {}
         names: dict[str, list[int]] = {}
         call = -1
@@ -86,13 +84,6 @@ class Program:
                 self.words[calls, place] = value
         self._head[words.ARRIVED] = 0
         cpu_threads.run(_code(), self._head.ctypes.data, threads)
-
-
-def _aligned(count: int) -> npt.NDArray[np.int64]:
-    """Zeroed words that begin at a cache line."""
-    memory = np.zeros(count + 8, np.int64)
-    start = -memory.ctypes.data % 64 // 8
-    return memory[start : start + count]
 
 
 @cache

@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -44,6 +46,13 @@ Words: TypeAlias = "int | array[int]"
 def words_of(*values: int) -> array[int]:
     """A few hundred times a step: an array of ctypes takes 4 microseconds, and its type 25 if made anew."""
     return array("q", values)
+
+
+def aligned_words(count: int) -> npt.NDArray[np.int64]:
+    """Zeroed words that begin at a cache line."""
+    memory = np.zeros(count + 8, np.int64)
+    start = -memory.ctypes.data % 64 // 8
+    return memory[start : start + count]
 
 
 @cache

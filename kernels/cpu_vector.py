@@ -43,9 +43,19 @@ def _exp2_coefficients() -> list[float]:
 _EXP2 = _exp2_coefficients()
 
 
+def has(feature: str) -> bool:
+    """Whether this CPU has what LLVM calls by that name."""
+    return bool(binding.get_host_cpu_features().get(feature, False))
+
+
 def multiplies_bf16() -> bool:
     """Whether this CPU multiplies bfloat16 by itself."""
-    return bool(binding.get_host_cpu_features().get("avx512bf16", False))
+    return has("avx512bf16")
+
+
+def holds_many_sums() -> bool:
+    """Whether there are 32 registers of 16 numbers, and not 16 of 8: room for a tile of 24 sums."""
+    return has("avx512f")
 
 
 class Lanes:

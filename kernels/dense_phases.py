@@ -7,19 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pagemill.kernels import linear_cpu, linear_cpu_words, linear_int8_cpu, linear_int8_cpu_words
+from pagemill.kernels import linear_cpu, linear_int8_cpu
 from pagemill.kernels.cpu_program import Phase
 from pagemill.kernels.linear import Dense, GatedLinear, GatedPanels, InvariantLinear, Linear
 from pagemill.kernels.linear_int8 import Int8Linear
 
 # A layer whose parameters can be written down once.
 Compiled = InvariantLinear | GatedPanels | linear_int8_cpu.Layer
-STORE, ADD, GATE = linear_cpu_words.STORE, linear_cpu_words.ADD, linear_cpu_words.GATE
-assert (STORE, ADD, GATE) == (
-    linear_int8_cpu_words.STORE,
-    linear_int8_cpu_words.ADD,
-    linear_int8_cpu_words.GATE,
-)
 
 
 def compiled(layer: Dense | GatedLinear, dtype: torch.dtype) -> Compiled | None:

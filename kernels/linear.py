@@ -144,9 +144,8 @@ class Linear:
 
 def in_float32(layer: Dense, x: Tensor) -> Tensor:
     """layer(x) in float32, without a rounding on the way where the layer can."""
-    if isinstance(layer, Linear) and layer.compiled is not None:
-        return layer.compiled.wide(x)
-    return layer.wide(x) if isinstance(layer, InvariantLinear) else layer(x).float()
+    found = layer.compiled if isinstance(layer, Linear) else layer
+    return found.wide(x) if isinstance(found, InvariantLinear) else layer(x).float()
 
 
 def _takes_panels(weight: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from pagemill.kernels import cpu_threads
 from pagemill.kernels import linear_cpu_words as words
 from pagemill.kernels.choice import takes_compiled
+from pagemill.kernels.cpu_kinds import kind_of
 from pagemill.kernels.cpu_program import Phase
 
 # How many inputs a line of a panel holds.
@@ -148,10 +149,7 @@ def _chain(lines: int) -> int:
 
 @cache
 def _code(dtype: torch.dtype, out: torch.dtype) -> int:
-    from pagemill.kernels import cpu_vector
-    from pagemill.kernels import linear_cpu_kernel as kernel
+    from pagemill.kernels.cpu_vector import multiplies_bf16
+    from pagemill.kernels.linear_cpu_kernel import compile_linear
 
-    kind = kernel.FLOAT32
-    if dtype == torch.bfloat16:
-        kind = kernel.DOTS if cpu_vector.multiplies_bf16() else kernel.PAIRS
-    return kernel.compile_linear(kind, int(out == torch.bfloat16))
+    return compile_linear(kind_of(dtype, multiplies_bf16()), int(out == torch.bfloat16))

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagemill.kernels.cpu_compile import c_function, inner
-from pagemill.kernels.cpu_vector import LANES, Lanes, number, stack, take, word
+from pagemill.kernels.cpu_kinds import FLOAT32, PAIRS, WIDENED
+from pagemill.kernels.cpu_vector import LANES, Lanes, holds_many_sums, number, stack, take, word
 from pagemill.kernels.linear_cpu_words import (
     ADD,
     BIAS,
@@ -54,8 +55,8 @@ _SUMS_BYTES = (MOST_ROWS + TILE_ROWS) * _LINE
 
 
 def tile_panels() -> int:
-    """Panels of a register tile: 24 sums where there are 32 registers that hold 16 numbers each, else 6."""
-    return MOST_PANELS if binding.get_host_cpu_features().get("avx512f") else 1
+    """Panels of a register tile: 24 sums where registers hold so many, else 6."""
+    return MOST_PANELS if holds_many_sums() else 1
 
 
 class _Float32:
@@ -75,7 +76,7 @@ class _Float32:
         return self.v.fma(factor, weights, total)
 
 
-class _Pairs:
+class _Widened:
     """Two inputs of each of 16 outputs a line, in bfloat16, widened: as float32 each is the upper half."""
 
     def __init__(self, v: Lanes) -> None:
@@ -99,7 +100,7 @@ class _Pairs:
         return b.bitcast(low, _VF), b.bitcast(high, _VF)
 
 
-class _Dots:
+class _Pairs:
     """The same by the instruction for it."""
 
     def __init__(self, v: Lanes) -> None:
@@ -115,9 +116,7 @@ class _Dots:
         return self.v.dot(total, factor, weights)
 
 
-# Kinds of products, by number: what a variant of the kernel is compiled for.
-FLOAT32, PAIRS, DOTS = 0, 1, 2
-_UNITS: dict[int, type[_Float32 | _Pairs | _Dots]] = {FLOAT32: _Float32, PAIRS: _Pairs, DOTS: _Dots}
+_UNITS: dict[int, type[_Float32 | _Widened | _Pairs]] = {FLOAT32: _Float32, WIDENED: _Widened, PAIRS: _Pairs}
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -251,7 +250,7 @@ def _panels(kind: int, wide: int) -> Any:
 
 
 def compile_linear(kind: int, half: int) -> int:
-    """The address of void(int64 *words). kind: FLOAT32, PAIRS or DOTS; half: outputs are bfloat16."""
+    """The address of void(int64 *words). kind: FLOAT32, WIDENED or PAIRS; half: outputs are bfloat16."""
     wide = tile_panels()
     several, one = _panels(kind, wide), _panels(kind, 1)
     size = LANES * (2 if half else 4)

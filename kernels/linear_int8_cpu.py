@@ -20,6 +20,7 @@ from torch import Tensor
 from pagemill.kernels import cpu_threads
 from pagemill.kernels import linear_int8_cpu_words as words
 from pagemill.kernels.cpu_program import Phase
+from pagemill.kernels.linear_cpu_words import ADD, GATE, STORE
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class Layer:
         """x [tokens, in] -> [tokens, out_features] in x's dtype."""
         width = len(self.scales) // (1 + self.gated)
         out = torch.empty(x.shape[0], width, dtype=x.dtype)
-        self._run(x, out, words.GATE if self.gated else words.STORE)
+        self._run(x, out, GATE if self.gated else STORE)
         return out if width == self.out_features else out[:, : self.out_features].contiguous()
 
     @property
@@ -132,7 +133,7 @@ class Layer:
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """residual [tokens, out] += the layer's output for x; both of one dtype."""
-        self._run(x, residual, words.ADD)
+        self._run(x, residual, ADD)
 
     def phases(self, x: Tensor, out: Tensor, into: int, memory: Tensor, threads: int) -> list[Phase]:
         """The same as parts of a program: two, over one list of words.

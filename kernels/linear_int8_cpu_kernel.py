@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -23,12 +22,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagemill.kernels.cpu_compile import c_function, inner
-from pagemill.kernels.cpu_vector import LANES, Lanes, number, put, real, take, word
+from pagemill.kernels.cpu_vector import LANES, Lanes, has, number, put, real, take, word
+from pagemill.kernels.linear_cpu_words import ADD, GATE, STORE
 from pagemill.kernels.linear_int8_cpu_words import (
-    ADD,
     BIAS,
     BLOCK,
-    GATE,
     GATES,
     GATES_BYTES,
     INTO,
@@ -51,7 +49,6 @@ from pagemill.kernels.linear_int8_cpu_words import (
     SCRATCH,
     SCRATCH_BYTES,
     SMALLEST_ROW,
-    STORE,
     SUMS,
     SUMS_BYTES,
     THREAD,
@@ -76,13 +73,9 @@ _MAGIC = 12582912.0  # 1.5 * 2**23: a small number added to it is rounded to an 
 _UNROLL = 2
 
 
-def _has(feature: str) -> bool:
-    return bool(llvm.get_host_cpu_features().get(feature, False))
-
-
 def multiplies_bytes() -> bool:
     """Whether this CPU has 512-bit vectors and multiplies bytes without saturating."""
-    return _has("avx512vnni") and _has("avx512bw")
+    return has("avx512vnni") and has("avx512bw")
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -166,8 +159,8 @@ class _Words:
     def __init__(self, v: Lanes) -> None:
         self.v, self.b = v, v.b
         # What one instruction takes: 16 outputs in AVX-512, 8 in AVX2. On others LLVM finds its own way.
-        self.x86 = _has("avx2")
-        self.outputs = 16 if _has("avx512bw") or not self.x86 else 8
+        self.x86 = has("avx2")
+        self.outputs = 16 if has("avx512bw") or not self.x86 else 8
         self.sums = ir.VectorType(_I32, self.outputs)
         self.pairs = ir.VectorType(_I16, 2 * self.outputs)
 
@@ -363,7 +356,7 @@ def _tile(kind: int, half: int, count: int) -> Any:
 def _multiply_items(kind: int, half: int) -> Any:
     """A function that takes items and computes their outputs."""
     size = 2 if half else 4
-    most = WIDE_TILE_ROWS if _has("avx512bw") else TILE_ROWS
+    most = WIDE_TILE_ROWS if has("avx512bw") else TILE_ROWS
     large, six, four, two, one = (_tile(kind, half, count) for count in (most, 6, 4, 2, 1))
 
     def compute_panel(

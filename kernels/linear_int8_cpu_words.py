@@ -20,9 +20,6 @@ ROWS_AN_ITEM = 96
 # One thread's outputs of a gate's panel, until those of the other half come; and a line.
 GATES_BYTES = (ROWS_AN_ITEM + 1) * LINE
 
-# Where a layer's outputs go: out = y, out += y, out = silu(y of even panels) * (y of odd panels).
-STORE, ADD, GATE = 0, 1, 2
-
 # How many numbers of a row are multiplied and added by one instruction, and the bytes of each.
 TOGETHER = {"words": 2, "bytes": 4}
 BYTES = {"words": 2, "bytes": 1}
@@ -54,6 +51,6 @@ ROW, THREAD, ITEM, THREAD_2 = 0, 8, 16, 24
     ITEM_ROWS,  # rows and panels of one
     ITEM_PANELS,
     PARTS,  # items to a run of rows
-    INTO,  # STORE, ADD or GATE
+    INTO,  # STORE, ADD or GATE of linear_cpu_words.py
 ) = range(32, 56)
 WORDS = 56

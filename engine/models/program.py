@@ -21,7 +21,8 @@ from pagemill.kernels import attention_cpu, cpu_program, dense_phases, small_cpu
 from pagemill.kernels.attention_cpu_items import Shape
 from pagemill.kernels.choice import takes_compiled
 from pagemill.kernels.cpu_program import Phase, Program
-from pagemill.kernels.dense_phases import ADD, GATE, STORE, Compiled
+from pagemill.kernels.dense_phases import Compiled
+from pagemill.kernels.linear_cpu_words import ADD, GATE, STORE
 from pagemill.kernels.small_cpu_words import OUT
 
 if TYPE_CHECKING:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 from fake_worker import unique, work
 
@@ -15,12 +12,6 @@ from pagemill.jobs.errors import JobConflict, JobNotFound, StorageError
 from pagemill.jobs.recover import restore_all
 from pagemill.jobs.state import new_nonce
 from pagemill.jobs.storage import Storage, decide
-
-
-@pytest.fixture
-async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[Client]:
-    async with Client(redis_url, str(tmp_path / "store")) as opened:
-        yield opened
 
 
 async def submitted(client: Client) -> tuple[Job, str]:

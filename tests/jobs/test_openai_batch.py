@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from fake_worker import say_alive, take, unique, work
 from openai.types import Batch, BatchError, Completion
 from openai.types.chat import ChatCompletion
@@ -21,12 +19,6 @@ from pagemill.jobs import layout
 from pagemill.jobs.client import Client, Job
 from pagemill.jobs.results import to_openai
 from pagemill.jobs.storage import read_json
-
-
-@pytest.fixture
-async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[Client]:
-    async with Client(redis_url, str(tmp_path / "store")) as opened:
-        yield opened
 
 
 def request(custom_id: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -37,12 +36,6 @@ def block(first_line: str) -> str:
     found = re.search(rf"```\w+\n({re.escape(first_line)}\n.*?)```", README, re.DOTALL)
     assert found, f"jobs/README.md has no block that starts with {first_line}"
     return found[1]
-
-
-@pytest.fixture
-async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[Client]:
-    async with Client(redis_url, str(tmp_path / "store")) as opened:
-        yield opened
 
 
 def command(kind: str, job: str, redis_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +23,6 @@ LINES: list[Any] = [
     {"prompt": "no such", "colour": "red"},
     {"messages": [{"role": "user", "content": "w"}], "max_completion_tokens": 3, "top_p": 0.5, "n": 2},
 ]
-
-
-@pytest.fixture
-async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[Client]:
-    async with Client(redis_url, str(tmp_path / "store")) as opened:
-        yield opened
 
 
 async def rows_by_id(client: Client, job: Job) -> dict[str, dict[str, Any]]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fake_worker import do, seal_some, take, unique, work
+from fake_worker import do, seal_some, take, work
 
 from pagemill.jobs import layout
 from pagemill.jobs.client import Client, Job
@@ -15,17 +14,6 @@ from pagemill.jobs.errors import StorageError
 from pagemill.jobs.settle import kept, settle, settle_job
 from pagemill.jobs.state import State, new_nonce
 from pagemill.jobs.storage import read_json
-
-
-@pytest.fixture
-async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[Client]:
-    async with Client(redis_url, str(tmp_path / "store")) as opened:
-        yield opened
-
-
-@pytest.fixture
-def model() -> str:
-    return unique("model")
 
 
 async def planned(client: Client, model: str, rows: int = 3) -> tuple[Job, State]:

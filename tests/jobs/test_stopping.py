@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
-from fake_worker import do, take, unique, work
+from fake_worker import do, take, work
 
 from pagemill.jobs import layout, stopping
 from pagemill.jobs.client import Client, Job
@@ -18,17 +17,6 @@ from pagemill.jobs.stopping import stop_job
 from pagemill.jobs.storage import Storage, decide, read_json
 
 STOP = {"reason": "cancelled", "at": 1.0}
-
-
-@pytest.fixture
-async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[Client]:
-    async with Client(redis_url, str(tmp_path / "store")) as opened:
-        yield opened
-
-
-@pytest.fixture
-def model() -> str:
-    return unique("model")
 
 
 async def about_to_finalize(client: Client, model: str) -> tuple[Job, State, Lease]:

@@ -7,7 +7,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +208,6 @@ def test_a_table_larger_than_its_memory_is_streamed(tmp_path: Path, kind: str) -
     size, grown_kib = map(int, done.stdout.split())
     assert size > 160_000_000
     assert grown_kib < 80_000
-
-
-@pytest.fixture
-async def client(redis_url: str, tmp_path: Path) -> AsyncIterator[Client]:
-    async with Client(redis_url, str(tmp_path / "store")) as opened:
-        yield opened
 
 
 async def test_a_frame_becomes_a_job_with_a_result_for_each_row(client: Client) -> None:
